@@ -87,10 +87,8 @@ class Layout(Generic[T]):
             struct.error: A number does not fit its field.
             ValueError: A bytes field has the wrong length (`struct` alone would cut or pad it).
         """
-        for index, length in self._sized:
-            if len(value[index]) != length:
-                raise ValueError(f"{value._fields[index]}: {len(value[index])} bytes, not {length}")
         if self._nested is None:
+            self._check_bytes(value)
             return self._pack(*value)
         return self._pack(*self._flatten(value))
 
@@ -107,6 +105,11 @@ class Layout(Generic[T]):
         if offset < 0 or end > len(buffer):
             raise ValueError(f"{self.record.__name__} at {offset} exceeds {len(buffer)} bytes")
         buffer[offset:end] = self.pack(value)
+
+    def _check_bytes(self, value: T) -> None:
+        for index, length in self._sized:
+            if len(value[index]) != length:
+                raise ValueError(f"{value._fields[index]}: {len(value[index])} bytes, not {length}")
 
     def _place(self, fields: Mapping[str, FieldSpec]) -> Iterator[tuple[str, Field]]:
         end = 0
@@ -148,6 +151,7 @@ class Layout(Generic[T]):
         return self.record._make(part._build(flat) if part else next(flat) for part in self._nested)
 
     def _flatten(self, value: T) -> Iterator[Any]:
+        self._check_bytes(value)
         for part, item in zip(self._nested or (None,) * len(value), value, strict=True):
             if part is None:
                 yield item

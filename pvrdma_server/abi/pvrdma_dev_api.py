@@ -383,7 +383,7 @@ class DeviceSharedRegion(NamedTuple):
     async_ring_pages: RingPageInfo
     cq_ring_pages: RingPageInfo
     uar_pfn: int
-    caps: bytes
+    caps: DeviceCaps
 
 
 DEVICE_SHARED_REGION = Layout(
@@ -410,7 +410,7 @@ class DeviceSharedRegion64(NamedTuple):
     async_ring_pages: RingPageInfo
     cq_ring_pages: RingPageInfo
     uar_pfn64: int
-    caps: bytes
+    caps: DeviceCaps
 
 
 DEVICE_SHARED_REGION64 = Layout(

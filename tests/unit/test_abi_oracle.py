@@ -22,6 +22,7 @@ import pytest
 from pvrdma_server.abi import mad, pvrdma_dev_api, pvrdma_verbs, vmw_pvrdma_abi
 from pvrdma_server.abi.layout import CMapping, Layout
 from pvrdma_server.abi.pvrdma_dev_api import (
+    CMD_FIRST_RESP,
     CMD_REQ_SIZE,
     CMD_RESP_SIZE,
     PDIR_ENTRIES,
@@ -30,6 +31,7 @@ from pvrdma_server.abi.pvrdma_dev_api import (
     RING_STATE_RX,
     RING_STATE_SIZE,
     RING_STATE_TX,
+    Cmd,
     GosInfo,
     pack_gos_info,
 )
@@ -69,6 +71,9 @@ EXPRESSIONS = {
     _ring("rx", "prod_tail"): RING_STATE_RX + RING_PROD_TAIL,
     _ring("rx", "cons_head"): RING_STATE_RX + RING_CONS_HEAD,
     "PVRDMA_PAGE_DIR_PAGE(~0u) + 1": PDIR_ENTRIES,
+    "PVRDMA_CMD_MAX": len(Cmd),
+    "PVRDMA_CMD_QUERY_PKEY_RESP": CMD_FIRST_RESP + Cmd.QUERY_PKEY,
+    "PVRDMA_CMD_DESTROY_SRQ_RESP": CMD_FIRST_RESP + Cmd.DESTROY_SRQ,
     "offsetof(struct pvrdma_device_shared_region, gos_info)": 8,
     _gos("gos_bits"): pack_gos_info(GosInfo(0x3, 0, 0, 0)),
     _gos("gos_type"): pack_gos_info(GosInfo(0, 0xF, 0, 0)),
