@@ -1,0 +1,577 @@
+"""The command slot: decode, a table of handlers, encode; and the two rings on which the device reports by itself.
+
+Contract: `execute_untrusted` takes a snapshot of the request slot and returns the bytes of the response slot; it raises
+`CommandError` when the driver must see a failure in ERR. Everything a command does is done when it returns, for the
+driver frees pages right after it has read ERR.
+
+Failure travels in the ERR register: the driver looks at `resp.err` for MODIFY_QP only (and turns it into -EINVAL, which
+is what an illegal transition deserves), everywhere else a response with ERR 0 is success to it.
+
+Source: drivers/infiniband/hw/vmw_pvrdma/pvrdma_cmd.c, pvrdma_dev_api.h.
+"""
+
+import errno
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from pvrdma_server import backend as b
+from pvrdma_server.abi import pvrdma_dev_api as api
+from pvrdma_server.abi.layout import Layout
+from pvrdma_server.abi.pvrdma_dev_api import Cmd, MrFlags
+from pvrdma_server.abi.pvrdma_verbs import (
+    QP_ATTR,
+    PortCapFlags,
+    QpAttr,
+    QpAttrMask,
+    QpCap,
+    QpState,
+    QpType,
+    SrqAttr,
+    SrqAttrMask,
+)
+from pvrdma_server.errors import BackendError, BadHandle, CommandError, GuestError
+from pvrdma_server.guest_memory import (
+    MAX_PDIR_PAGES,
+    PAGE_SHIFT,
+    PAGE_SIZE,
+    GuestMemory,
+    GuestPages,
+    walk_pdir_untrusted,
+)
+from pvrdma_server.qp_ops import rq_entry_size, send_rules, sq_entry_size
+from pvrdma_server.qp_state import refusal
+from pvrdma_server.resources import (
+    Cq,
+    DeviceHooks,
+    Gid,
+    HandleTable,
+    Mr,
+    Pd,
+    Qp,
+    QpQueues,
+    Receiver,
+    Resources,
+    Srq,
+    TableFull,
+    UserContext,
+)
+from pvrdma_server.rings import RX_STATE_OFFSET, TX_STATE_OFFSET, ConsumerRing, ProducerRing
+
+CQE_SIZE: Final = 64
+# The only partition of a RoCE port. rdma_cm refuses any other.
+DEFAULT_PKEY: Final = 0xFFFF
+# Access bits that a region may ask for and that change nothing here: hints.
+_IGNORED_ACCESS: Final = 0x3FF0_0000
+_KNOWN_ACCESS: Final = 0x0F
+
+
+class Adapter(NamedTuple):
+    """What commands work on: the device's objects, its limits, and what is below and above them."""
+
+    resources: Resources
+    memory: GuestMemory
+    backend: b.RdmaBackend
+    hooks: DeviceHooks
+    caps: api.DeviceCaps
+    max_uar: int
+    uar_pfn: int
+    version: int
+
+
+class Outcome(NamedTuple):
+    """The result of a command that did not fail: the response slot, and whether the driver waits for it."""
+
+    response: bytes
+    wait: bool
+
+
+class _Refused(NamedTuple):
+    """A response whose `err` says no (MODIFY_QP only)."""
+
+    err: int
+
+
+def execute_untrusted(adapter: Adapter, request: bytes) -> Outcome:
+    """Execute the command in a snapshot of the request slot.
+
+    Args:
+        adapter: the device.
+        request: `CMD_REQ_SIZE` bytes.
+
+    Raises:
+        CommandError: the command failed; its errno belongs in ERR.
+    """
+    header = api.CMD_HDR.unpack_from(request)
+    entry = COMMANDS.get(header.cmd)
+    if entry is None:
+        raise CommandError(errno.EOPNOTSUPP, f"command {header.cmd:#x}")
+    try:
+        body = entry.handler(adapter, entry.request.unpack_from(request))
+    except TableFull as e:
+        raise CommandError(errno.ENOMEM, f"{Cmd(header.cmd).name}: {e}") from e
+    except BadHandle as e:
+        raise CommandError(errno.ENOENT, f"{Cmd(header.cmd).name}: {e}") from e
+    except CommandError:
+        raise
+    except GuestError as e:
+        raise CommandError(errno.EFAULT, f"{Cmd(header.cmd).name}: {e}") from e
+    except BackendError as e:
+        raise CommandError(e.errno, f"{Cmd(header.cmd).name}: {e}") from e
+    err = body.err if isinstance(body, _Refused) else 0
+    head = api.CMD_RESP_HDR.pack(
+        api.CmdRespHdr(response=header.response, ack=api.CMD_FIRST_RESP + header.cmd, err=err)
+    )
+    for layout in entry.responses:
+        if isinstance(body, layout.record):
+            return Outcome(head + layout.pack(body)[len(head) :], entry.wait)
+    return Outcome(head, entry.wait)
+
+
+# --- ports, GIDs, contexts, protection domains ---------------------------------------------------------------------
+
+
+def _check_port(port: int) -> None:
+    if port != 1:
+        raise CommandError(errno.EINVAL, f"port {port}; there is port 1 only")
+
+
+def _query_port(adapter: Adapter, req: api.CmdQueryPort) -> api.CmdQueryPortResp:
+    _check_port(req.port_num)
+    attr = adapter.backend.query_port()
+    return api.CmdQueryPortResp(
+        attr._replace(
+            gid_tbl_len=adapter.caps.gid_tbl_len,
+            pkey_tbl_len=1,
+            # Without IP_BASED_GIDS rdma-core makes address handles without a MAC address.
+            port_cap_flags=attr.port_cap_flags | PortCapFlags.CM_SUP | PortCapFlags.IP_BASED_GIDS,
+        )
+    )
+
+
+def _query_pkey(adapter: Adapter, req: api.CmdQueryPkey) -> api.CmdQueryPkeyResp:
+    _check_port(req.port_num)
+    if req.index:
+        raise CommandError(errno.EINVAL, f"pkey index {req.index}; the table has one entry")
+    return api.CmdQueryPkeyResp(DEFAULT_PKEY)
+
+
+def _create_bind(adapter: Adapter, req: api.CmdCreateBind) -> None:
+    if req.index >= adapter.caps.gid_tbl_len:
+        raise CommandError(errno.EINVAL, f"GID index {req.index} of {adapter.caps.gid_tbl_len}")
+    # A version 17 driver knows no types; its one type is RoCE v1.
+    gid_type = req.gid_type if adapter.version >= api.ROCEV2_VERSION else api.GidType.ROCE_V1
+    if gid_type != adapter.caps.gid_types:
+        raise CommandError(
+            errno.EINVAL, f"GID type {gid_type}, the device does {adapter.caps.gid_types}"
+        )
+    if req.index in adapter.resources.gids:
+        adapter.backend.remove_gid(req.index)
+        del adapter.resources.gids[req.index]
+    adapter.backend.add_gid(req.index, req.new_gid, gid_type)
+    adapter.resources.gids[req.index] = Gid(req.new_gid, gid_type)
+
+
+def _destroy_bind(adapter: Adapter, req: api.CmdDestroyBind) -> None:
+    gid = adapter.resources.gids.get(req.index)
+    if gid is None or gid.gid != req.dest_gid:
+        raise CommandError(errno.ENOENT, f"no GID {req.dest_gid.hex()} at index {req.index}")
+    del adapter.resources.gids[req.index]
+    adapter.backend.remove_gid(req.index)
+
+
+def _create_uc(adapter: Adapter, req: api.CmdCreateUc64) -> api.CmdCreateUcResp:
+    pfn = req.pfn64 if adapter.version >= api.PPN64_VERSION else req.pfn64 & 0xFFFF_FFFF
+    page = pfn - adapter.uar_pfn
+    if not 1 <= page < adapter.max_uar:
+        raise CommandError(errno.EINVAL, f"page frame {pfn:#x} is no doorbell page for a process")
+    if any(ctx.uar_page == page for ctx in adapter.resources.contexts):
+        raise CommandError(errno.EBUSY, f"doorbell page {page} has an owner")
+    handle = adapter.resources.contexts.reserve()
+    adapter.resources.contexts.put(handle, UserContext(handle, page))
+    return api.CmdCreateUcResp(handle)
+
+
+def _destroy_uc(adapter: Adapter, req: api.CmdDestroyUc) -> None:
+    adapter.resources.destroy_context(req.ctx_handle)
+
+
+def _context(adapter: Adapter, handle: int) -> UserContext | None:
+    return adapter.resources.contexts.get_untrusted(handle) if handle else None
+
+
+def _create_pd(adapter: Adapter, req: api.CmdCreatePd) -> api.CmdCreatePdResp:
+    ctx = _context(adapter, req.ctx_handle)
+    with _Handle(adapter.resources.pds) as handle:
+        pd = Pd(handle, ctx, adapter.backend.create_pd(privileged=ctx is None))
+        adapter.resources.pds.put(handle, pd)
+    return api.CmdCreatePdResp(handle)
+
+
+def _destroy_pd(adapter: Adapter, req: api.CmdDestroyPd) -> None:
+    adapter.resources.destroy_pd(req.pd_handle)
+
+
+class _Handle:
+    """Reserves a handle for a block; a block that fails gives it back."""
+
+    __slots__ = ("_handle", "_table")
+
+    def __init__(self, table: HandleTable[Any]) -> None:
+        self._table = table
+        self._handle = -1
+
+    def __enter__(self) -> int:
+        self._handle = self._table.reserve()
+        return self._handle
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._table.release(self._handle)
+
+
+# --- memory regions ------------------------------------------------------------------------------------------------
+
+
+def _create_mr(adapter: Adapter, req: api.CmdCreateMr) -> api.CmdCreateMrResp:
+    pd = adapter.resources.pds.get_untrusted(req.pd_handle)
+    access = req.access_flags & ~_IGNORED_ACCESS
+    if access & ~_KNOWN_ACCESS:
+        raise CommandError(errno.EOPNOTSUPP, f"access flags {access:#x}")
+    if access & 0b1010 and not access & 1:
+        raise CommandError(errno.EINVAL, "remote write and atomics need local write")
+    with _Handle(adapter.resources.mrs) as handle:
+        mr = _MR_KINDS[req.flags](adapter, pd, req, access) if req.flags in _MR_KINDS else None
+        if mr is None:
+            raise CommandError(errno.EINVAL, f"region flags {req.flags:#x}")
+        adapter.resources.mrs.put(handle, Mr(handle, pd, mr))
+    return api.CmdCreateMrResp(handle, mr.lkey, mr.rkey)
+
+
+def _user_mr(adapter: Adapter, pd: Pd, req: api.CmdCreateMr, access: int) -> b.BackendMr:
+    pages = ((req.start & (PAGE_SIZE - 1)) + req.length + PAGE_SIZE - 1) >> PAGE_SHIFT
+    if not 0 < req.length <= adapter.caps.max_mr_size or req.start + req.length > 1 << 64:
+        raise CommandError(errno.EINVAL, f"region of {req.length:#x} bytes at {req.start:#x}")
+    if pages != req.nchunks:
+        raise CommandError(errno.EINVAL, f"{req.nchunks} pages for a region that covers {pages}")
+    addresses = walk_pdir_untrusted(adapter.memory, req.pdir_dma, pages)
+    return adapter.backend.reg_mr(
+        pd.backend,
+        start=req.start,
+        length=req.length,
+        access=access,
+        pages=GuestPages(adapter.memory, addresses, writable=bool(access & 1)),
+    )
+
+
+def _dma_mr(adapter: Adapter, pd: Pd, req: api.CmdCreateMr, access: int) -> b.BackendMr:
+    if pd.ctx is not None or access & ~1:
+        raise CommandError(errno.EPERM, "a DMA region is for kernel PDs and local access only")
+    return adapter.backend.reg_dma_mr(pd.backend, access=access)
+
+
+def _fast_reg_mr(adapter: Adapter, pd: Pd, req: api.CmdCreateMr, access: int) -> b.BackendMr:
+    if pd.ctx is not None:
+        raise CommandError(errno.EPERM, "a fast registration region is for kernel PDs only")
+    if not 1 <= req.nchunks <= adapter.caps.max_fast_reg_page_list_len:
+        raise CommandError(errno.EINVAL, f"a page list of {req.nchunks} pages")
+    return adapter.backend.alloc_fast_reg_mr(pd.backend, max_pages=req.nchunks)
+
+
+_MR_KINDS: Final = {0: _user_mr, int(MrFlags.DMA): _dma_mr, int(MrFlags.FRMR): _fast_reg_mr}
+
+
+def _destroy_mr(adapter: Adapter, req: api.CmdDestroyMr) -> None:
+    adapter.resources.destroy_mr(req.mr_handle)
+
+
+# --- queues --------------------------------------------------------------------------------------------------------
+
+
+def _check_size(name: str, value: int, limit: int) -> int:
+    if not 1 <= value <= limit or value & (value - 1):
+        raise CommandError(errno.EINVAL, f"{name} {value} is not a power of two up to {limit}")
+    return value
+
+
+def _pages_for(entries: int, entry_size: int) -> int:
+    return (entries * entry_size + PAGE_SIZE - 1) >> PAGE_SHIFT
+
+
+def _queue_pages(adapter: Adapter, pdir_dma: int, pages: int) -> GuestPages:
+    return GuestPages(
+        adapter.memory, walk_pdir_untrusted(adapter.memory, pdir_dma, pages), writable=True
+    )
+
+
+def _check_chunks(nchunks: int, needed: int) -> None:
+    if not needed <= nchunks <= MAX_PDIR_PAGES:
+        raise CommandError(errno.EINVAL, f"{nchunks} pages for queues that need {needed}")
+
+
+def _create_cq(adapter: Adapter, req: api.CmdCreateCq) -> api.CmdCreateCqResp:
+    ctx = _context(adapter, req.ctx_handle)
+    cqe = _check_size("cqe", req.cqe, adapter.caps.max_cqe)
+    pages = 1 + _pages_for(cqe, CQE_SIZE)
+    _check_chunks(req.nchunks, pages)
+    with _Handle(adapter.resources.cqs) as handle:
+        ring = ProducerRing(
+            _queue_pages(adapter, req.pdir_dma, pages), RX_STATE_OFFSET, 1, CQE_SIZE, cqe
+        )
+        adapter.resources.cqs.put(handle, Cq(handle, ctx, ring, adapter.hooks))
+    return api.CmdCreateCqResp(cq_handle=handle, cqe=cqe)
+
+
+def _destroy_cq(adapter: Adapter, req: api.CmdDestroyCq) -> None:
+    adapter.resources.destroy_cq(req.cq_handle)
+
+
+def _create_srq(adapter: Adapter, req: api.CmdCreateSrq) -> api.CmdCreateSrqResp:
+    pd = adapter.resources.pds.get_untrusted(req.pd_handle)
+    if req.srq_type:
+        raise CommandError(errno.EOPNOTSUPP, f"SRQ type {req.srq_type}; basic (0) only")
+    max_wr = _check_size("max_wr", req.attrs.max_wr, adapter.caps.max_srq_wr)
+    max_sge = _check_size("max_sge", req.attrs.max_sge, adapter.caps.max_srq_sge)
+    entry_size = rq_entry_size(max_sge)
+    pages = 1 + _pages_for(max_wr, entry_size)
+    _check_chunks(req.nchunks, pages)
+    with _Handle(adapter.resources.srqs) as handle:
+        ring = ConsumerRing(
+            _queue_pages(adapter, req.pdir_dma, pages), RX_STATE_OFFSET, 1, entry_size, max_wr
+        )
+        receiver = Receiver(ring, max_sge, adapter.hooks, f"srq {handle}")
+        srq = Srq(handle, pd, receiver, adapter.hooks, max_wr, max_sge, req.attrs.srq_limit)
+        srq.backend = adapter.backend.create_srq(pd.backend, srq, max_wr=max_wr, max_sge=max_sge)
+        adapter.resources.srqs.put(handle, srq)
+    return api.CmdCreateSrqResp(handle)
+
+
+def _modify_srq(adapter: Adapter, req: api.CmdModifySrq) -> None:
+    srq = adapter.resources.srqs.get_untrusted(req.srq_handle)
+    if req.attr_mask & ~SrqAttrMask.LIMIT:
+        raise CommandError(errno.EOPNOTSUPP, f"SRQ attributes {req.attr_mask:#x}")
+    if req.attr_mask & SrqAttrMask.LIMIT:
+        if req.attrs.srq_limit > srq.max_wr:
+            raise CommandError(errno.EINVAL, f"limit {req.attrs.srq_limit} of {srq.max_wr} entries")
+        srq.limit = req.attrs.srq_limit
+        srq.check_limit()
+
+
+def _query_srq(adapter: Adapter, req: api.CmdQuerySrq) -> api.CmdQuerySrqResp:
+    srq = adapter.resources.srqs.get_untrusted(req.srq_handle)
+    return api.CmdQuerySrqResp(SrqAttr(srq.max_wr, srq.max_sge, srq.limit))
+
+
+def _destroy_srq(adapter: Adapter, req: api.CmdDestroySrq) -> None:
+    adapter.resources.destroy_srq(req.srq_handle)
+
+
+# --- queue pairs ---------------------------------------------------------------------------------------------------
+
+_NO_ATTR: Final[QpAttr] = QP_ATTR.unpack_from(bytes(QP_ATTR.size))
+
+
+def _create_qp(
+    adapter: Adapter, req: api.CmdCreateQp
+) -> api.CmdCreateQpResp | api.CmdCreateQpRespV2:
+    if req.qp_type not in (QpType.RC, QpType.UD, QpType.GSI):
+        raise CommandError(errno.EOPNOTSUPP, f"QP type {req.qp_type}")
+    tables = adapter.resources
+    pd = tables.pds.get_untrusted(req.pd_handle)
+    send_cq = tables.cqs.get_untrusted(req.send_cq_handle)
+    recv_cq = tables.cqs.get_untrusted(req.recv_cq_handle)
+    srq = tables.srqs.get_untrusted(req.srq_handle) if req.is_srq else None
+    if {send_cq.ctx, recv_cq.ctx, srq.pd.ctx if srq else pd.ctx} != {pd.ctx}:
+        raise CommandError(errno.EPERM, "PD, CQs and SRQ belong to different processes")
+    if req.qp_type == QpType.GSI and pd.ctx is not None:
+        raise CommandError(errno.EPERM, "QP1 is the kernel's")
+    queues, init = _qp_queues(adapter, req, pd)
+    cap = QpCap(init.max_send_wr, init.max_recv_wr, init.max_send_sge, init.max_recv_sge, 0)
+    qp = Qp(
+        qp_type=req.qp_type, pd=pd, send_cq=send_cq, recv_cq=recv_cq, srq=srq,
+        queues=queues, attr=_NO_ATTR._replace(cap=cap), memory=adapter.memory, hooks=adapter.hooks,
+    )  # fmt: skip
+    qp.backend = adapter.backend.create_qp(pd.backend, qp, init, srq.backend if srq else None)
+    try:
+        # Before version 20 the guest knows one number only: its handle must be the QPN.
+        separate = adapter.version >= api.QPHANDLE_VERSION
+        qp.handle = tables.qps.reserve() if separate else tables.qps.claim(qp.backend.qpn)
+    except TableFull:
+        qp.destroy()
+        raise
+    tables.qps.put(qp.handle, qp)
+    if separate:
+        return api.CmdCreateQpRespV2(qp.backend.qpn, qp.handle, *cap)
+    return api.CmdCreateQpResp(qp.backend.qpn, *cap)
+
+
+def _qp_queues(adapter: Adapter, req: api.CmdCreateQp, pd: Pd) -> tuple[QpQueues, b.QpInit]:
+    caps = adapter.caps
+    send_wr = _check_size("max_send_wr", req.max_send_wr, caps.max_qp_wr)
+    send_sge = _check_size("max_send_sge", req.max_send_sge, caps.max_sge)
+    send_pages = _pages_for(send_wr, sq_entry_size(send_sge))
+    recv_wr = recv_sge = recv_pages = 0
+    if not req.is_srq:
+        recv_wr = _check_size("max_recv_wr", req.max_recv_wr, caps.max_qp_wr)
+        recv_sge = _check_size("max_recv_sge", req.max_recv_sge, caps.max_sge)
+        recv_pages = _pages_for(recv_wr, rq_entry_size(recv_sge))
+    _check_chunks(req.send_chunks, send_pages)
+    _check_chunks(req.total_chunks, 1 + req.send_chunks + recv_pages)
+    pages = _queue_pages(adapter, req.pdir_dma, req.total_chunks)
+    rules = send_rules(
+        req.qp_type, privileged=pd.ctx is None, max_sge=send_sge, sq_sig_all=bool(req.sq_sig_all)
+    )
+    sq = ConsumerRing(pages, TX_STATE_OFFSET, 1, sq_entry_size(send_sge), send_wr)
+    rq = None
+    if not req.is_srq:
+        rq = ConsumerRing(
+            pages, RX_STATE_OFFSET, 1 + req.send_chunks, rq_entry_size(recv_sge), recv_wr
+        )
+    init = b.QpInit(req.qp_type, send_wr, recv_wr, send_sge, recv_sge, bool(req.sq_sig_all))
+    return QpQueues(sq, rq, rules, recv_sge), init
+
+
+def _modify_qp(adapter: Adapter, req: api.CmdModifyQp) -> _Refused | None:
+    qp = adapter.resources.qps.get_untrusted(req.qp_handle)
+    why = _modify_refusal(adapter, qp, req.attr_mask, req.attrs)
+    if why is not None:
+        adapter.hooks.guest_error("modify_qp", CommandError(errno.EINVAL, f"qp {qp.handle}: {why}"))
+        return _Refused(errno.EINVAL)
+    state = req.attrs.qp_state if req.attr_mask & QpAttrMask.STATE else qp.state
+    if state == QpState.RESET:
+        attr = _NO_ATTR._replace(cap=qp.attr.cap)
+    else:
+        attr = _merge(qp.attr, req.attrs, req.attr_mask)._replace(
+            qp_state=state, cur_qp_state=state
+        )
+    try:
+        before, qp.attr = qp.attr, attr
+        qp.backend.modify(attr, req.attr_mask)
+    except BackendError:
+        qp.attr = before
+        raise
+    return None
+
+
+# mask bit -> attributes it carries. ALT_PATH and a migration state other than "migrated" are refused before.
+_CARRIES: Final[dict[int, tuple[str, ...]]] = {
+    QpAttrMask.EN_SQD_ASYNC_NOTIFY: ("en_sqd_async_notify",),
+    QpAttrMask.ACCESS_FLAGS: ("qp_access_flags",),
+    QpAttrMask.PKEY_INDEX: ("pkey_index",),
+    QpAttrMask.PORT: ("port_num",),
+    QpAttrMask.QKEY: ("qkey",),
+    QpAttrMask.AV: ("ah_attr",),
+    QpAttrMask.PATH_MTU: ("path_mtu",),
+    QpAttrMask.TIMEOUT: ("timeout",),
+    QpAttrMask.RETRY_CNT: ("retry_cnt",),
+    QpAttrMask.RNR_RETRY: ("rnr_retry",),
+    QpAttrMask.RQ_PSN: ("rq_psn",),
+    QpAttrMask.MAX_QP_RD_ATOMIC: ("max_rd_atomic",),
+    QpAttrMask.MIN_RNR_TIMER: ("min_rnr_timer",),
+    QpAttrMask.SQ_PSN: ("sq_psn",),
+    QpAttrMask.MAX_DEST_RD_ATOMIC: ("max_dest_rd_atomic",),
+    QpAttrMask.DEST_QPN: ("dest_qp_num",),
+}
+
+
+def _merge(old: QpAttr, new: QpAttr, mask: int) -> QpAttr:
+    names = [name for bit, carried in _CARRIES.items() if mask & bit for name in carried]
+    return old._replace(**{name: getattr(new, name) for name in names})
+
+
+def _modify_refusal(adapter: Adapter, qp: Qp, mask: int, attr: QpAttr) -> str | None:
+    if mask & QpAttrMask.CUR_STATE and attr.cur_qp_state != qp.state:
+        return f"the state is {qp.state}, not {attr.cur_qp_state}"
+    target = attr.qp_state if mask & QpAttrMask.STATE else qp.state
+    why = refusal(qp.qp_type, qp.state, target, mask)
+    if why is not None:
+        return why
+    for bit, check, what in _ATTR_CHECKS:
+        if mask & bit and not check(adapter, attr):
+            return what
+    return None
+
+
+def _gid_known(adapter: Adapter, attr: QpAttr) -> bool:
+    return attr.ah_attr.grh.sgid_index in adapter.resources.gids
+
+
+_Check = Callable[[Adapter, QpAttr], bool]
+_ATTR_CHECKS: Final[tuple[tuple[int, _Check, str], ...]] = (
+    (QpAttrMask.PORT, lambda _, t: t.port_num == 1, "there is port 1 only"),
+    (QpAttrMask.PKEY_INDEX, lambda _, t: t.pkey_index == 0, "the pkey table has one entry"),
+    (QpAttrMask.PATH_MTU, lambda _, t: 1 <= t.path_mtu <= 5, "path MTU codes are 1 to 5"),
+    (QpAttrMask.RQ_PSN, lambda _, t: t.rq_psn < 1 << 24, "rq_psn has 24 bits"),
+    (QpAttrMask.SQ_PSN, lambda _, t: t.sq_psn < 1 << 24, "sq_psn has 24 bits"),
+    (QpAttrMask.DEST_QPN, lambda _, t: t.dest_qp_num < 1 << 24, "dest_qp_num has 24 bits"),
+    (QpAttrMask.TIMEOUT, lambda _, t: t.timeout < 32, "timeout has 5 bits"),
+    (QpAttrMask.MIN_RNR_TIMER, lambda _, t: t.min_rnr_timer < 32, "min_rnr_timer has 5 bits"),
+    (QpAttrMask.RETRY_CNT, lambda _, t: t.retry_cnt < 8, "retry_cnt has 3 bits"),
+    (QpAttrMask.RNR_RETRY, lambda _, t: t.rnr_retry < 8, "rnr_retry has 3 bits"),
+    (QpAttrMask.ALT_PATH, lambda _, t: False, "no automatic path migration"),
+    (QpAttrMask.PATH_MIG_STATE, lambda _, t: t.path_mig_state == 0, "no automatic path migration"),
+    (QpAttrMask.CAP, lambda _, t: False, "queue sizes are fixed at creation"),
+    (QpAttrMask.AV, _gid_known, "sgid_index names no GID of this port"),
+    (
+        QpAttrMask.ACCESS_FLAGS,
+        lambda _, t: not t.qp_access_flags & ~(_KNOWN_ACCESS | _IGNORED_ACCESS),
+        "unknown access flags",
+    ),
+    (
+        QpAttrMask.MAX_QP_RD_ATOMIC,
+        lambda a, t: t.max_rd_atomic <= a.caps.max_qp_init_rd_atom,
+        "max_rd_atomic is above the device's",
+    ),
+    (
+        QpAttrMask.MAX_DEST_RD_ATOMIC,
+        lambda a, t: t.max_dest_rd_atomic <= a.caps.max_qp_rd_atom,
+        "max_dest_rd_atomic is above the device's",
+    ),
+)
+
+
+def _query_qp(adapter: Adapter, req: api.CmdQueryQp) -> api.CmdQueryQpResp:
+    qp = adapter.resources.qps.get_untrusted(req.qp_handle)
+    return api.CmdQueryQpResp(qp.backend.query(qp.attr))
+
+
+def _destroy_qp(adapter: Adapter, req: api.CmdDestroyQp) -> None:
+    adapter.resources.destroy_qp(req.qp_handle)
+
+
+class Command(NamedTuple):
+    """How one command is read, done and answered.
+
+    `responses` are the records the handler may return; none is a bare header. `wait`: the driver waits for vector 0.
+    """
+
+    request: Layout[Any]
+    handler: Callable[[Adapter, Any], Any]
+    responses: tuple[Layout[Any], ...]
+    wait: bool
+
+
+# RESIZE_CQ is not here: no driver sends it, and it fails with EOPNOTSUPP like any unknown command.
+COMMANDS: Final[dict[int, Command]] = {
+    Cmd.QUERY_PORT: Command(api.CMD_QUERY_PORT, _query_port, (api.CMD_QUERY_PORT_RESP,), True),
+    Cmd.QUERY_PKEY: Command(api.CMD_QUERY_PKEY, _query_pkey, (api.CMD_QUERY_PKEY_RESP,), True),
+    Cmd.CREATE_PD: Command(api.CMD_CREATE_PD, _create_pd, (api.CMD_CREATE_PD_RESP,), True),
+    Cmd.DESTROY_PD: Command(api.CMD_DESTROY_PD, _destroy_pd, (), False),
+    Cmd.CREATE_MR: Command(api.CMD_CREATE_MR, _create_mr, (api.CMD_CREATE_MR_RESP,), True),
+    Cmd.DESTROY_MR: Command(api.CMD_DESTROY_MR, _destroy_mr, (), False),
+    Cmd.CREATE_CQ: Command(api.CMD_CREATE_CQ, _create_cq, (api.CMD_CREATE_CQ_RESP,), True),
+    Cmd.DESTROY_CQ: Command(api.CMD_DESTROY_CQ, _destroy_cq, (), False),
+    Cmd.CREATE_QP: Command(
+        api.CMD_CREATE_QP, _create_qp, (api.CMD_CREATE_QP_RESP, api.CMD_CREATE_QP_RESP_V2), True
+    ),
+    Cmd.MODIFY_QP: Command(api.CMD_MODIFY_QP, _modify_qp, (), True),
+    Cmd.QUERY_QP: Command(api.CMD_QUERY_QP, _query_qp, (api.CMD_QUERY_QP_RESP,), True),
+    Cmd.DESTROY_QP: Command(api.CMD_DESTROY_QP, _destroy_qp, (), False),
+    Cmd.CREATE_UC: Command(api.CMD_CREATE_UC64, _create_uc, (api.CMD_CREATE_UC_RESP,), True),
+    Cmd.DESTROY_UC: Command(api.CMD_DESTROY_UC, _destroy_uc, (), False),
+    Cmd.CREATE_BIND: Command(api.CMD_CREATE_BIND, _create_bind, (), False),
+    Cmd.DESTROY_BIND: Command(api.CMD_DESTROY_BIND, _destroy_bind, (), False),
+    Cmd.CREATE_SRQ: Command(api.CMD_CREATE_SRQ, _create_srq, (api.CMD_CREATE_SRQ_RESP,), True),
+    Cmd.MODIFY_SRQ: Command(api.CMD_MODIFY_SRQ, _modify_srq, (), False),
+    Cmd.QUERY_SRQ: Command(api.CMD_QUERY_SRQ, _query_srq, (api.CMD_QUERY_SRQ_RESP,), True),
+    Cmd.DESTROY_SRQ: Command(api.CMD_DESTROY_SRQ, _destroy_srq, (), False),
+}

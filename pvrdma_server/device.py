@@ -1,0 +1,511 @@
+"""The device: its life (reset, shared region mapped, active), its rings, its commands, and what doorbells do.
+
+Contract: synchronous and sans-I/O. The adapters call in (registers, doorbells, memory, progress); the device calls out
+through an `InterruptSink` and an `RdmaBackend`. Every entry point leaves everything settled: failed queues stopped,
+what waits for ring space retried, interrupts raised once for the whole batch. No guest act raises out of here.
+
+Read first: docs/architecture.md, then cmd_ring.py and resources.py.
+Source: drivers/infiniband/hw/vmw_pvrdma/pvrdma_main.c (pvrdma_pci_probe, pvrdma_pci_remove).
+"""
+
+import errno
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, NamedTuple, Protocol
+
+import structlog
+
+from pvrdma_server.abi import pvrdma_dev_api as api
+from pvrdma_server.abi import vmw_pvrdma_abi as abi
+from pvrdma_server.abi.pvrdma_dev_api import DeviceCtl, IntrCause, IntrVector, Reg
+from pvrdma_server.abi.pvrdma_verbs import DeviceCapFlags
+from pvrdma_server.backend import RdmaBackend
+from pvrdma_server.cmd_ring import Adapter, execute_untrusted
+from pvrdma_server.errors import BadGuestAddress, BadHandle, CommandError, GuestError
+from pvrdma_server.guest_memory import PAGE_SIZE, GuestMemory, GuestPages, walk_pdir_untrusted
+from pvrdma_server.resources import Armed, Cq, Resources, TableSizes, UserContext
+from pvrdma_server.rings import RX_STATE_OFFSET, ProducerRing, entries_per
+
+# The driver makes rings of 4 pages. Stops a guest from having us walk and hold long directories for nothing.
+MAX_DEVICE_RING_PAGES: Final = 64
+# Events and notifications that wait for space in a ring that the guest does not drain.
+MAX_WAITING: Final = 4096
+# Different (object kind, error kind) pairs that may be logged in one server's life: a guest cannot flood the log.
+MAX_GUEST_WARNINGS: Final = 256
+# What a doorbell copies before it is answered (bytes); the vCPU and QEMU's big lock wait that long.
+INLINE_BUDGET: Final = 64 * 1024
+IMR_NOTHING: Final = 0xFFFF_FFFF
+
+
+class InterruptSink(Protocol):
+    """Where interrupts go."""
+
+    def trigger(self, vector: int) -> bool:
+        """Raise an MSI-X vector (`IntrVector`); false when the guest has not enabled it."""
+
+
+class State(Enum):
+    """The life of the device as one driver sees it."""
+
+    RESET = "reset"
+    MAPPED = "mapped"
+    ACTIVE = "active"
+
+
+class DeviceConfig(NamedTuple):
+    """What an operator decides; sizes beyond these and the backend's are not advertised.
+
+    Attributes:
+        roce_version: 1 or 2. The driver refuses a device that offers both.
+        max_uar: doorbell pages, a power of two: one for the kernel, one per process that opens the device.
+        max_qp: at most 65535, for rdma-core sizes its table by the low 16 bits.
+        max_cq: at most 512 without risk of more notifications than the ring holds (two per CQ).
+        gid_table_len: at most 256, for address vectors carry the index in a byte.
+    """
+
+    roce_version: int = 2
+    max_uar: int = 256
+    max_qp: int = 4096
+    max_qp_wr: int = 16384
+    max_sge: int = 16
+    max_cq: int = 512
+    max_cqe: int = 65536
+    max_mr: int = 65536
+    max_pd: int = 4096
+    max_srq: int = 512
+    gid_table_len: int = 128
+
+
+class _Shared(NamedTuple):
+    """The mapped device shared region and what hangs on it."""
+
+    request: GuestPages
+    response: GuestPages
+    async_ring: ProducerRing
+    cq_ring: ProducerRing
+    adapter: Adapter
+
+
+@dataclass(slots=True)
+class DeviceCounters:
+    """Counts since the server started, for status and for leak checks."""
+
+    commands: Counter[str] = field(default_factory=Counter)
+    guest_errors: Counter[str] = field(default_factory=Counter)
+    doorbells: int = 0
+    polls: int = 0
+    interrupts: int = 0
+    async_events: int = 0
+    events_dropped: int = 0
+    resets: int = 0
+
+
+class PvrdmaDevice:
+    """One PVRDMA device. Implements `resources.DeviceHooks`."""
+
+    def __init__(
+        self, backend: RdmaBackend, interrupts: InterruptSink, config: DeviceConfig
+    ) -> None:
+        self.memory = GuestMemory()
+        self.backend = backend
+        self.config = config
+        self.caps = make_caps(backend, config)
+        self.counters = DeviceCounters()
+        self.state = State.RESET
+        self.driver_version = 0
+        self.resources = self._new_resources()
+        self._interrupts = interrupts
+        self._log: Any = structlog.get_logger("device")
+        self._shared: _Shared | None = None
+        self._dsr_low = 0
+        self._dsr_high = 0
+        self._err = 0
+        self._icr = 0
+        self._imr = 0
+        self._mac = [0, 0]
+        self._pending_vectors: set[int] = set()
+        self._failed_cqs: list[Cq] = []
+        self._waiting_events: deque[bytes] = deque()
+        self._waiting_cqs: deque[int] = deque()
+        self._work_missed = False
+        self._warned: set[tuple[str, str]] = set()
+        backend.attach(self.memory)
+
+    def _new_resources(self) -> Resources:
+        caps = self.caps
+        return Resources(
+            TableSizes(
+                self.config.max_uar,
+                caps.max_pd,
+                caps.max_mr,
+                caps.max_cq,
+                caps.max_srq,
+                caps.max_qp,
+            )
+        )
+
+    # --- registers -------------------------------------------------------------------------------------------------
+
+    def read_register(self, offset: int) -> int:
+        """The 32-bit register at `offset`; ICR is cleared by reading. Unknown registers read as zero."""
+        match offset:
+            case Reg.VERSION:
+                return api.PVRDMA_VERSION
+            case Reg.ERR:
+                return self._err
+            case Reg.ICR:
+                value, self._icr = self._icr, 0
+                return value
+            case Reg.IMR:
+                return self._imr
+            case Reg.MACL | Reg.MACH:
+                return self._mac[offset == Reg.MACH]
+        return 0
+
+    def write_register(self, offset: int, value: int) -> None:
+        """Store to the 32-bit register at `offset`; whatever it starts is finished on return."""
+        try:
+            self._write_register(offset, value)
+        except CommandError as e:
+            self._err = e.errno
+            self.guest_error("command", e)
+        except GuestError as e:
+            self._err = errno.EFAULT
+            self.guest_error("register", e)
+        self._settle()
+
+    def _write_register(self, offset: int, value: int) -> None:
+        match offset:
+            case Reg.DSRLOW:
+                self._dsr_low = value
+            case Reg.DSRHIGH:
+                self._dsr_high = value
+                self._map_shared_region(value << 32 | self._dsr_low)
+            case Reg.CTL:
+                self._control(value)
+            case Reg.REQUEST:
+                self._execute(value)
+            case Reg.IMR:
+                self._imr = value
+            case Reg.MACL | Reg.MACH:
+                self._mac[offset == Reg.MACH] = value
+            case _:
+                raise BadHandle(f"write of {value:#x} to register {offset:#x}")
+
+    def _control(self, value: int) -> None:
+        if value == DeviceCtl.RESET:
+            self.reset("driver")
+        elif value == DeviceCtl.ACTIVATE and self.state is not State.RESET:
+            self.state = State.ACTIVE
+            self._err = 0
+            self._log.info("device_active", driver_version=self.driver_version)
+        elif value == DeviceCtl.UNQUIESCE and self.state is State.ACTIVE:
+            # The driver raises PORT_ACTIVE by itself once ERR reads 0, whatever the last command left there.
+            self._err = 0
+        else:
+            raise CommandError(errno.EINVAL, f"control {value:#x} in state {self.state.value}")
+
+    def _map_shared_region(self, address: int) -> None:
+        self.reset("new shared region")
+        page = self.memory.page_untrusted(address & ~(PAGE_SIZE - 1))
+        offset = address & (PAGE_SIZE - 1)
+        if offset + api.DEVICE_SHARED_REGION64.size > PAGE_SIZE:
+            raise BadGuestAddress(address, api.DEVICE_SHARED_REGION64.size, "crosses a page")
+        dsr = api.DEVICE_SHARED_REGION64.unpack_from(bytes(page), offset)
+        if not dsr.driver_version:
+            raise BadGuestAddress(
+                address, PAGE_SIZE, "the shared region is empty: guest RAM is not shared with the "
+                "server; use memory-backend-memfd,share=on",
+            )  # fmt: skip
+        version = min(api.PVRDMA_VERSION, dsr.driver_version)
+        uar_pfn = dsr.uar_pfn64 if version >= api.PPN64_VERSION else dsr.uar_pfn64 & 0xFFFF_FFFF
+        self._shared = _Shared(
+            request=GuestPages(self.memory, [dsr.cmd_slot_dma], writable=True),
+            response=GuestPages(self.memory, [dsr.resp_slot_dma], writable=True),
+            async_ring=self._device_ring(dsr.async_ring_pages, api.EQE.size),
+            cq_ring=self._device_ring(dsr.cq_ring_pages, api.CQNE.size),
+            adapter=Adapter(
+                self.resources,
+                self.memory,
+                self.backend,
+                self,
+                self.caps,
+                self.config.max_uar,
+                uar_pfn,
+                version,
+            ),
+        )
+        # The driver reads the capabilities from memory right after this register write, with no read in between.
+        caps_at = offset + api.DEVICE_SHARED_REGION64.fields["caps"].offset
+        page[caps_at : caps_at + api.DEVICE_CAPS.size] = api.DEVICE_CAPS.pack(self.caps)
+        self.driver_version = dsr.driver_version
+        self.state = State.MAPPED
+        self._err = 0
+
+    def _device_ring(self, info: api.RingPageInfo, entry_size: int) -> ProducerRing:
+        if not 2 <= info.num_pages <= MAX_DEVICE_RING_PAGES:
+            raise BadGuestAddress(info.pdir_dma, 0, f"a device ring of {info.num_pages} pages")
+        addresses = walk_pdir_untrusted(self.memory, info.pdir_dma, info.num_pages)
+        pages = GuestPages(self.memory, addresses, writable=True)
+        entries = entries_per(info.num_pages - 1, entry_size)
+        return ProducerRing(pages, RX_STATE_OFFSET, 1, entry_size, entries)
+
+    def _execute(self, value: int) -> None:
+        shared = self._shared
+        if shared is None:
+            raise CommandError(errno.ENODEV, "no device shared region")
+        if value:
+            raise CommandError(errno.EINVAL, f"request {value:#x}; 0 executes the command slot")
+        request = bytes(shared.request.page_untrusted(0)[: api.CMD_REQ_SIZE])
+        header = api.CMD_HDR.unpack_from(request)
+        self.counters.commands[_command_name(header.cmd)] += 1
+        outcome = execute_untrusted(shared.adapter, request)
+        shared.response.page_untrusted(0)[: len(outcome.response)] = outcome.response
+        self._err = 0
+        if outcome.wait:
+            self._raise(IntrVector.RESPONSE)
+
+    # --- doorbells -------------------------------------------------------------------------------------------------
+
+    def doorbell(self, page: int, offset: int, value: int) -> None:
+        """A store of `value` to `offset` of doorbell page `page`."""
+        self.counters.doorbells += 1
+        try:
+            self._doorbell(page, offset, value)
+        except GuestError as e:
+            self.guest_error("doorbell", e)
+        self._settle()
+
+    def _doorbell(self, page: int, offset: int, value: int) -> None:
+        handle = value & abi.UAR_HANDLE_MASK
+        if offset == abi.UAR_CQ_OFFSET:
+            self._cq_doorbell(page, handle, value)
+        elif offset == abi.UAR_QP_OFFSET:
+            qp = self.resources.qps.get_untrusted(handle)
+            self._check_page(page, qp.pd.ctx, "QP", handle)
+            if value & abi.UAR_QP_RECV:
+                qp.backend.recv_doorbell()
+            if value & abi.UAR_QP_SEND:
+                qp.backend.send_doorbell()
+                self.backend.progress(INLINE_BUDGET)
+        elif offset == abi.UAR_SRQ_OFFSET:
+            srq = self.resources.srqs.get_untrusted(handle)
+            self._check_page(page, srq.pd.ctx, "SRQ", handle)
+            srq.backend.recv_doorbell()
+        else:
+            raise BadHandle(f"no doorbell at offset {offset:#x}")
+
+    def _cq_doorbell(self, page: int, handle: int, value: int) -> None:
+        cq = self.resources.cqs.get_untrusted(handle)
+        self._check_page(page, cq.ctx, "CQ", handle)
+        if value & abi.UAR_CQ_ARM:
+            cq.armed = Armed.NEXT
+        elif value & abi.UAR_CQ_ARM_SOL:
+            cq.armed = max(cq.armed, Armed.SOLICITED)
+        if value & abi.UAR_CQ_POLL:
+            self.counters.polls += 1
+            self.backend.progress(INLINE_BUDGET)
+
+    def _check_page(self, page: int, owner: UserContext | None, kind: str, handle: int) -> None:
+        if page != (owner.uar_page if owner else 0):
+            raise BadHandle(f"doorbell page {page} rings {kind} {handle}, which is not its own")
+
+    # --- memory ----------------------------------------------------------------------------------------------------
+
+    def dma_map(self, iova: int, length: int, view: memoryview | None, *, writable: bool) -> None:
+        """The client maps guest memory; work that waited for it goes on."""
+        try:
+            self.memory.add_region(iova, length, view, writable=writable)
+        except GuestError as e:
+            self.guest_error("dma_map", e)
+            return
+        for cq in self.resources.cqs:
+            if cq.backlog:
+                cq.memory_returned()
+        if self._work_missed:
+            self.look_at_rings()
+        self._settle()
+
+    def dma_unmap(self, iova: int, length: int) -> None:
+        """The client unmaps guest memory; nobody touches it once this returns."""
+        self.memory.remove_region(iova, length)
+
+    # --- work ------------------------------------------------------------------------------------------------------
+
+    def progress(self, budget_bytes: int) -> bool:
+        """Let the backend work; true when more is ready now."""
+        more = self.backend.progress(budget_bytes)
+        self._settle()
+        return more
+
+    def look_at_rings(self) -> None:
+        """Look for work in every queue, for guests whose doorbells are not heard."""
+        self._work_missed = False
+        for srq in self.resources.srqs:
+            srq.backend.recv_doorbell()
+        for qp in self.resources.qps:
+            qp.backend.recv_doorbell()
+            qp.backend.send_doorbell()
+        self._settle()
+
+    @property
+    def waits_for_guest(self) -> bool:
+        """Whether events or notifications wait for ring space, which the guest frees without a doorbell."""
+        return bool(self._waiting_events or self._waiting_cqs)
+
+    def reset(self, why: str) -> None:
+        """Forget the driver: every object, ring and pending interrupt. The memory map stays."""
+        if self.state is not State.RESET or self._shared is not None:
+            self._log.info("device_reset", why=why, **self.resources.counts())
+        self.resources.clear()
+        self.backend.reset()
+        self.counters.resets += 1
+        self.resources = self._new_resources()
+        self._shared = None
+        self.state = State.RESET
+        self._err = self._icr = self._imr = 0
+        self._pending_vectors.clear()
+        self._failed_cqs.clear()
+        self._waiting_events.clear()
+        self._waiting_cqs.clear()
+        self._work_missed = False
+
+    # --- resources.DeviceHooks -------------------------------------------------------------------------------------
+
+    def cq_notify(self, cq: Cq) -> None:
+        """See `resources.DeviceHooks`."""
+        self._waiting_cqs.append(cq.handle)
+
+    def cq_failed(self, cq: Cq) -> None:
+        """See `resources.DeviceHooks`."""
+        self._failed_cqs.append(cq)
+
+    def async_event(self, event: int, info: int) -> None:
+        """See `resources.DeviceHooks`."""
+        self.counters.async_events += 1
+        if len(self._waiting_events) >= MAX_WAITING:
+            self.counters.events_dropped += 1
+        else:
+            self._waiting_events.append(api.EQE.pack(api.Eqe(int(event), info)))
+
+    def guest_error(self, what: str, error: GuestError) -> None:
+        """See `resources.DeviceHooks`."""
+        self.counters.guest_errors[error.kind] += 1
+        key = (what, error.kind)
+        if key not in self._warned and len(self._warned) < MAX_GUEST_WARNINGS:
+            self._warned.add(key)
+            self._log.warning(
+                "guest_error", what=what, kind=error.kind, error=str(error), once=True
+            )
+
+    def work_missed(self) -> None:
+        """See `resources.DeviceHooks`."""
+        self._work_missed = True
+
+    # --- interrupts ------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        if self._failed_cqs:
+            self._stop_failed_cqs()
+        if self._waiting_events and self._drain(self._waiting_events, "async_ring"):
+            self._raise(IntrVector.ASYNC)
+        if self._waiting_cqs and self._notify_cqs():
+            self._raise(IntrVector.CQ)
+        if self._pending_vectors and self._imr != IMR_NOTHING:
+            for vector in sorted(self._pending_vectors):
+                self.counters.interrupts += 1
+                self._interrupts.trigger(vector)
+            self._pending_vectors.clear()
+
+    def _stop_failed_cqs(self) -> None:
+        # Each queue pair that is stopped flushes, and may overflow another CQ.
+        while self._failed_cqs:
+            cq = self._failed_cqs.pop()
+            for qp in self.resources.qps:
+                if cq in (qp.send_cq, qp.recv_cq):
+                    qp.to_error()
+
+    def _notify_cqs(self) -> bool:
+        waiting = deque(api.CQNE.pack(api.Cqne(handle)) for handle in self._waiting_cqs)
+        published = self._drain(waiting, "cq_ring")
+        while len(self._waiting_cqs) > len(waiting):
+            self._waiting_cqs.popleft()
+        return published
+
+    def _drain(self, waiting: deque[bytes], ring_name: str) -> bool:
+        """Publish from the left what the device ring takes; true when something was published."""
+        if self._shared is None:
+            waiting.clear()
+            return False
+        ring: ProducerRing = getattr(self._shared, ring_name)
+        published = False
+        try:
+            while waiting and ring.push_untrusted(waiting[0]):
+                waiting.popleft()
+                published = True
+        except BadGuestAddress:
+            pass  # unmapped at the moment: it waits
+        except GuestError as e:
+            self.guest_error(ring_name, e)
+            waiting.clear()
+        return published
+
+    def _raise(self, vector: IntrVector) -> None:
+        self._icr |= IntrCause(1 << vector)
+        self._pending_vectors.add(vector)
+
+
+def _command_name(number: int) -> str:
+    return api.Cmd(number).name.lower() if number in api.Cmd._value2member_map_ else "unknown"
+
+
+def make_caps(backend: RdmaBackend, config: DeviceConfig) -> api.DeviceCaps:
+    """The capabilities: the backend's limits and the configuration's, clamped to what drivers survive."""
+    limits = backend.limits
+    atomics = api.AtomicOps.COMP_SWAP | api.AtomicOps.FETCH_ADD if limits.atomics else 0
+    bmme = api.BmmeFlags.LOCAL_INV | api.BmmeFlags.REMOTE_INV | api.BmmeFlags.FAST_REG_WR
+    empty = api.DEVICE_CAPS.unpack_from(bytes(api.DEVICE_CAPS.size))
+    max_sge = _power_of_two(min(limits.max_sge, config.max_sge, 128))
+    return empty._replace(
+        fw_ver=1 << 32,
+        node_guid=limits.node_guid,
+        sys_image_guid=limits.node_guid,
+        max_mr_size=min(limits.max_mr_size, 1 << 30),
+        page_size_cap=PAGE_SIZE,
+        vendor_id=api.PCI_VENDOR_ID_VMWARE,
+        vendor_part_id=api.PCI_DEVICE_ID_VMWARE_PVRDMA,
+        hw_ver=api.PVRDMA_VERSION,
+        max_qp=min(limits.max_qp, config.max_qp, 65535),
+        max_qp_wr=_power_of_two(min(limits.max_qp_wr, config.max_qp_wr)),
+        device_cap_flags=DeviceCapFlags.SYS_IMAGE_GUID
+        | DeviceCapFlags.RC_RNR_NAK_GEN
+        | DeviceCapFlags.CURR_QP_STATE_MOD,
+        max_sge=max_sge,
+        max_sge_rd=max_sge,
+        max_cq=min(limits.max_cq, config.max_cq, 65535),
+        max_cqe=_power_of_two(min(limits.max_cqe, config.max_cqe)),
+        max_mr=min(limits.max_mr, config.max_mr),
+        max_pd=min(limits.max_pd, config.max_pd),
+        max_qp_rd_atom=limits.max_qp_rd_atom,
+        max_res_rd_atom=limits.max_qp_rd_atom * min(limits.max_qp, config.max_qp),
+        max_qp_init_rd_atom=limits.max_qp_init_rd_atom,
+        max_ah=limits.max_ah,
+        max_srq=min(limits.max_srq, config.max_srq, 65535),
+        max_srq_wr=_power_of_two(min(limits.max_srq_wr, config.max_qp_wr)),
+        max_srq_sge=_power_of_two(min(limits.max_srq_sge, config.max_sge)),
+        max_uar=config.max_uar,
+        gid_tbl_len=min(limits.gid_table_len, config.gid_table_len, 256),
+        max_pkeys=1,
+        local_ca_ack_delay=limits.local_ca_ack_delay,
+        phys_port_cnt=1,
+        atomic_ops=atomics,
+        bmme_flags=bmme if limits.memory_management else 0,
+        gid_types=api.GidType.ROCE_V2 if config.roce_version == 2 else api.GidType.ROCE_V1,
+        max_fast_reg_page_list_len=min(limits.max_fast_reg_pages, api.MAX_FAST_REG_PAGES),
+    )
+
+
+def _power_of_two(value: int) -> int:
+    """The largest power of two not above `value`: the driver rounds sizes up after it has checked them."""
+    return 1 << (value.bit_length() - 1)

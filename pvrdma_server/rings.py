@@ -1,0 +1,144 @@
+"""Rings in guest memory: index words, entries, and the driver's exact arithmetic.
+
+Contract: the device is the consumer of send, receive and shared receive rings (`ConsumerRing`) and the producer of
+completion, asynchronous event and notification rings (`ProducerRing`). Both indices live in guest memory and are read
+anew on every call: nothing is cached, so a driver that zeroes its indices after a RESET is simply right. Every index is
+validated; an entry is copied before it is looked at.
+
+Indices run modulo twice the ring's size; the extra bit is the generation. A ring is empty when both are equal and full
+when they differ in just that bit. The driver applies this power-of-two arithmetic to the two device rings too, whose
+sizes (3072 and 1536 entries) are not powers of two: there an index wraps at the *lowest* zero bit of its mask, so only
+1024 and 512 entries are ever used and the driver's own "full" test can never be true. `_trailing_ones` is that fact.
+
+Source: drivers/infiniband/hw/vmw_pvrdma/pvrdma_ring.h.
+"""
+
+from pvrdma_server.errors import BadRingIndex
+from pvrdma_server.guest_memory import PAGE_SHIFT, PAGE_SIZE, GuestPages
+
+TX_STATE_OFFSET = 0
+RX_STATE_OFFSET = 8
+
+
+def _trailing_ones(value: int) -> int:
+    """The mask of the contiguous low one bits of `value`."""
+    return value & ~(value + 1)
+
+
+class Ring:
+    """The shared half of both kinds of ring.
+
+    Args:
+        pages: the object's pages; the ring state is in page 0.
+        state_offset: byte offset of {prod_tail, cons_head} in page 0: `TX_STATE_OFFSET` or `RX_STATE_OFFSET`.
+        first_page: index of the page where entries start.
+        entry_size: bytes per entry, a power of two not above a page, so that no entry crosses one.
+        entries: the size the driver computes with.
+    """
+
+    __slots__ = (
+        "_base",
+        "_generation",
+        "_head",
+        "_index_mask",
+        "_pages",
+        "_slot_mask",
+        "_tail",
+        "_words",
+        "capacity",
+        "entry_size",
+    )
+
+    def __init__(
+        self, pages: GuestPages, state_offset: int, first_page: int, entry_size: int, entries: int
+    ) -> None:
+        self._pages = pages
+        self._base = first_page << PAGE_SHIFT
+        self.entry_size = entry_size
+        self._slot_mask = _trailing_ones(entries - 1)
+        self._index_mask = _trailing_ones(2 * entries - 1)
+        self.capacity = self._slot_mask + 1
+        self._tail = state_offset // 4
+        self._head = self._tail + 1
+        self._words = pages.page_untrusted(0).cast("I")
+        self._generation = pages.generation
+
+    def _indices_untrusted(self) -> tuple[int, int, int]:
+        """(prod_tail, cons_head, entries between them).
+
+        Raises:
+            BadRingIndex: one of them has bits no valid index has, or they are further apart than the ring is long.
+            BadGuestAddress: the ring's memory is not mapped at the moment.
+        """
+        if self._generation != self._pages.generation:
+            self._words = self._pages.page_untrusted(0).cast("I")
+            self._generation = self._pages.generation
+        words, mask = self._words, self._index_mask
+        tail, head = words[self._tail], words[self._head]
+        used = (tail - head) & mask
+        if (tail | head) & ~mask or used > self.capacity:
+            raise BadRingIndex(
+                f"prod_tail {tail:#x} cons_head {head:#x} in a ring of {self.capacity}"
+            )
+        return tail, head, used
+
+    def _slot(self, index: int) -> memoryview:
+        offset = self._base + (index & self._slot_mask) * self.entry_size
+        return self._pages.views_untrusted(offset, self.entry_size)[0]
+
+    def used_untrusted(self) -> int:
+        """Entries produced and not consumed. Raises as `_indices_untrusted`."""
+        return self._indices_untrusted()[2]
+
+
+class ConsumerRing(Ring):
+    """A ring the guest fills and the device drains."""
+
+    __slots__ = ()
+
+    def pop_untrusted(self) -> bytes | None:
+        """Copy the oldest entry out and free its slot; None when there is none.
+
+        Order: the entry is copied before `cons_head` moves, because the guest may reuse the slot from then on.
+
+        Raises:
+            BadRingIndex, BadGuestAddress: as a corrupt or unmapped ring; nothing is consumed.
+        """
+        _, head, used = self._indices_untrusted()
+        if not used:
+            return None
+        entry = bytes(self._slot(head))
+        self._words[self._head] = (head + 1) & self._index_mask
+        return entry
+
+
+class ProducerRing(Ring):
+    """A ring the device fills and the guest drains."""
+
+    __slots__ = ()
+
+    def push_untrusted(self, entry: bytes) -> bool:
+        """Publish one entry; False when the ring is full.
+
+        Order: body first, then `prod_tail`. x86 keeps the order of stores; a port to another architecture needs a
+        release fence between the two.
+
+        Raises:
+            BadRingIndex, BadGuestAddress: as a corrupt or unmapped ring; nothing is published.
+        """
+        tail, _, used = self._indices_untrusted()
+        if used == self.capacity:
+            return False
+        self._slot(tail)[: len(entry)] = entry
+        self._words[self._tail] = (tail + 1) & self._index_mask
+        return True
+
+
+def entries_per(pages: int, entry_size: int) -> int:
+    """How many entries fit in `pages` pages."""
+    return pages * PAGE_SIZE // entry_size
+
+
+def round_up_pow2(value: int) -> int:
+    """The smallest power of two not below `value` (1 for 0)."""
+    return 1 << max(0, value - 1).bit_length()
