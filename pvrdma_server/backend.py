@@ -255,7 +255,9 @@ class RdmaBackend(Protocol):
     def create_pd(self, *, privileged: bool) -> BackendPd:
         """A protection domain; `privileged` ones (the guest kernel's) may use DMA keys, FAST_REG_MR and LOCAL_INV."""
 
-    def reg_mr(self, pd: BackendPd, *, start: int, length: int, access: int, pages: GuestPages) -> BackendMr:
+    def reg_mr(
+        self, pd: BackendPd, *, start: int, length: int, access: int, pages: GuestPages
+    ) -> BackendMr:
         """Register guest pages: virtual address `start` is byte `start % 4096` of the first page."""
 
     def reg_dma_mr(self, pd: BackendPd, *, access: int) -> BackendMr:
@@ -264,10 +266,14 @@ class RdmaBackend(Protocol):
     def alloc_fast_reg_mr(self, pd: BackendPd, *, max_pages: int) -> BackendMr:
         """Keys without memory, to be bound by FAST_REG_MR work requests."""
 
-    def create_srq(self, pd: BackendPd, owner: SrqOwner, *, max_wr: int, max_sge: int) -> BackendSrq:
+    def create_srq(
+        self, pd: BackendPd, owner: SrqOwner, *, max_wr: int, max_sge: int
+    ) -> BackendSrq:
         """A shared receive queue."""
 
-    def create_qp(self, pd: BackendPd, owner: QpOwner, init: QpInit, srq: BackendSrq | None) -> BackendQp:
+    def create_qp(
+        self, pd: BackendPd, owner: QpOwner, init: QpInit, srq: BackendSrq | None
+    ) -> BackendQp:
         """A queue pair in state RESET."""
 
     def progress(self, budget_bytes: int) -> bool:

@@ -18,64 +18,34 @@ from pvrdma_server import backend as b
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi.layout import Layout
 from pvrdma_server.abi.pvrdma_dev_api import Cmd, MrFlags
-from pvrdma_server.abi.pvrdma_verbs import (
-    QP_ATTR,
-    PortCapFlags,
-    QpAttr,
-    QpAttrMask,
-    QpCap,
-    QpState,
-    QpType,
-    SrqAttr,
-    SrqAttrMask,
+from pvrdma_server.abi.pvrdma_verbs import PortCapFlags, SrqAttr, SrqAttrMask
+from pvrdma_server.cmd_base import (
+    IGNORED_ACCESS,
+    KNOWN_ACCESS,
+    Adapter,
+    RefusedResponse,
+    ReservedHandle,
+    check_chunks,
+    check_size,
+    pages_for,
+    queue_pages,
 )
-from pvrdma_server.errors import BackendError, BadHandle, CommandError, GuestError
-from pvrdma_server.guest_memory import (
-    MAX_PDIR_PAGES,
-    PAGE_SHIFT,
-    PAGE_SIZE,
-    GuestMemory,
-    GuestPages,
-    walk_pdir_untrusted,
+from pvrdma_server.cmd_qp import create_qp, destroy_qp, modify_qp, query_qp
+from pvrdma_server.errors import (
+    BackendError,
+    BadHandle,
+    CommandError,
+    GuestError,
+    TableFullError,
 )
-from pvrdma_server.qp_ops import rq_entry_size, send_rules, sq_entry_size
-from pvrdma_server.qp_state import refusal
-from pvrdma_server.resources import (
-    Cq,
-    DeviceHooks,
-    Gid,
-    HandleTable,
-    Mr,
-    Pd,
-    Qp,
-    QpQueues,
-    Receiver,
-    Resources,
-    Srq,
-    TableFull,
-    UserContext,
-)
-from pvrdma_server.rings import RX_STATE_OFFSET, TX_STATE_OFFSET, ConsumerRing, ProducerRing
+from pvrdma_server.guest_memory import PAGE_SHIFT, PAGE_SIZE, GuestPages, walk_pdir_untrusted
+from pvrdma_server.objects import Cq, Gid, Mr, Pd, Receiver, Srq, UserContext
+from pvrdma_server.qp_ops import rq_entry_size
+from pvrdma_server.rings import RX_STATE_OFFSET, ConsumerRing, ProducerRing
 
 CQE_SIZE: Final = 64
 # The only partition of a RoCE port. rdma_cm refuses any other.
 DEFAULT_PKEY: Final = 0xFFFF
-# Access bits that a region may ask for and that change nothing here: hints.
-_IGNORED_ACCESS: Final = 0x3FF0_0000
-_KNOWN_ACCESS: Final = 0x0F
-
-
-class Adapter(NamedTuple):
-    """What commands work on: the device's objects, its limits, and what is below and above them."""
-
-    resources: Resources
-    memory: GuestMemory
-    backend: b.RdmaBackend
-    hooks: DeviceHooks
-    caps: api.DeviceCaps
-    max_uar: int
-    uar_pfn: int
-    version: int
 
 
 class Outcome(NamedTuple):
@@ -83,12 +53,6 @@ class Outcome(NamedTuple):
 
     response: bytes
     wait: bool
-
-
-class _Refused(NamedTuple):
-    """A response whose `err` says no (MODIFY_QP only)."""
-
-    err: int
 
 
 def execute_untrusted(adapter: Adapter, request: bytes) -> Outcome:
@@ -107,7 +71,7 @@ def execute_untrusted(adapter: Adapter, request: bytes) -> Outcome:
         raise CommandError(errno.EOPNOTSUPP, f"command {header.cmd:#x}")
     try:
         body = entry.handler(adapter, entry.request.unpack_from(request))
-    except TableFull as e:
+    except TableFullError as e:
         raise CommandError(errno.ENOMEM, f"{Cmd(header.cmd).name}: {e}") from e
     except BadHandle as e:
         raise CommandError(errno.ENOENT, f"{Cmd(header.cmd).name}: {e}") from e
@@ -117,7 +81,7 @@ def execute_untrusted(adapter: Adapter, request: bytes) -> Outcome:
         raise CommandError(errno.EFAULT, f"{Cmd(header.cmd).name}: {e}") from e
     except BackendError as e:
         raise CommandError(e.errno, f"{Cmd(header.cmd).name}: {e}") from e
-    err = body.err if isinstance(body, _Refused) else 0
+    err = body.err if isinstance(body, RefusedResponse) else 0
     head = api.CMD_RESP_HDR.pack(
         api.CmdRespHdr(response=header.response, ack=api.CMD_FIRST_RESP + header.cmd, err=err)
     )
@@ -201,7 +165,7 @@ def _context(adapter: Adapter, handle: int) -> UserContext | None:
 
 def _create_pd(adapter: Adapter, req: api.CmdCreatePd) -> api.CmdCreatePdResp:
     ctx = _context(adapter, req.ctx_handle)
-    with _Handle(adapter.resources.pds) as handle:
+    with ReservedHandle(adapter.resources.pds) as handle:
         pd = Pd(handle, ctx, adapter.backend.create_pd(privileged=ctx is None))
         adapter.resources.pds.put(handle, pd)
     return api.CmdCreatePdResp(handle)
@@ -211,35 +175,17 @@ def _destroy_pd(adapter: Adapter, req: api.CmdDestroyPd) -> None:
     adapter.resources.destroy_pd(req.pd_handle)
 
 
-class _Handle:
-    """Reserves a handle for a block; a block that fails gives it back."""
-
-    __slots__ = ("_handle", "_table")
-
-    def __init__(self, table: HandleTable[Any]) -> None:
-        self._table = table
-        self._handle = -1
-
-    def __enter__(self) -> int:
-        self._handle = self._table.reserve()
-        return self._handle
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._table.release(self._handle)
-
-
 # --- memory regions ------------------------------------------------------------------------------------------------
 
 
 def _create_mr(adapter: Adapter, req: api.CmdCreateMr) -> api.CmdCreateMrResp:
     pd = adapter.resources.pds.get_untrusted(req.pd_handle)
-    access = req.access_flags & ~_IGNORED_ACCESS
-    if access & ~_KNOWN_ACCESS:
+    access = req.access_flags & ~IGNORED_ACCESS
+    if access & ~KNOWN_ACCESS:
         raise CommandError(errno.EOPNOTSUPP, f"access flags {access:#x}")
     if access & 0b1010 and not access & 1:
         raise CommandError(errno.EINVAL, "remote write and atomics need local write")
-    with _Handle(adapter.resources.mrs) as handle:
+    with ReservedHandle(adapter.resources.mrs) as handle:
         mr = _MR_KINDS[req.flags](adapter, pd, req, access) if req.flags in _MR_KINDS else None
         if mr is None:
             raise CommandError(errno.EINVAL, f"region flags {req.flags:#x}")
@@ -287,35 +233,14 @@ def _destroy_mr(adapter: Adapter, req: api.CmdDestroyMr) -> None:
 # --- queues --------------------------------------------------------------------------------------------------------
 
 
-def _check_size(name: str, value: int, limit: int) -> int:
-    if not 1 <= value <= limit or value & (value - 1):
-        raise CommandError(errno.EINVAL, f"{name} {value} is not a power of two up to {limit}")
-    return value
-
-
-def _pages_for(entries: int, entry_size: int) -> int:
-    return (entries * entry_size + PAGE_SIZE - 1) >> PAGE_SHIFT
-
-
-def _queue_pages(adapter: Adapter, pdir_dma: int, pages: int) -> GuestPages:
-    return GuestPages(
-        adapter.memory, walk_pdir_untrusted(adapter.memory, pdir_dma, pages), writable=True
-    )
-
-
-def _check_chunks(nchunks: int, needed: int) -> None:
-    if not needed <= nchunks <= MAX_PDIR_PAGES:
-        raise CommandError(errno.EINVAL, f"{nchunks} pages for queues that need {needed}")
-
-
 def _create_cq(adapter: Adapter, req: api.CmdCreateCq) -> api.CmdCreateCqResp:
     ctx = _context(adapter, req.ctx_handle)
-    cqe = _check_size("cqe", req.cqe, adapter.caps.max_cqe)
-    pages = 1 + _pages_for(cqe, CQE_SIZE)
-    _check_chunks(req.nchunks, pages)
-    with _Handle(adapter.resources.cqs) as handle:
+    cqe = check_size("cqe", req.cqe, adapter.caps.max_cqe)
+    pages = 1 + pages_for(cqe, CQE_SIZE)
+    check_chunks(req.nchunks, pages)
+    with ReservedHandle(adapter.resources.cqs) as handle:
         ring = ProducerRing(
-            _queue_pages(adapter, req.pdir_dma, pages), RX_STATE_OFFSET, 1, CQE_SIZE, cqe
+            queue_pages(adapter, req.pdir_dma, pages), RX_STATE_OFFSET, 1, CQE_SIZE, cqe
         )
         adapter.resources.cqs.put(handle, Cq(handle, ctx, ring, adapter.hooks))
     return api.CmdCreateCqResp(cq_handle=handle, cqe=cqe)
@@ -329,14 +254,14 @@ def _create_srq(adapter: Adapter, req: api.CmdCreateSrq) -> api.CmdCreateSrqResp
     pd = adapter.resources.pds.get_untrusted(req.pd_handle)
     if req.srq_type:
         raise CommandError(errno.EOPNOTSUPP, f"SRQ type {req.srq_type}; basic (0) only")
-    max_wr = _check_size("max_wr", req.attrs.max_wr, adapter.caps.max_srq_wr)
-    max_sge = _check_size("max_sge", req.attrs.max_sge, adapter.caps.max_srq_sge)
+    max_wr = check_size("max_wr", req.attrs.max_wr, adapter.caps.max_srq_wr)
+    max_sge = check_size("max_sge", req.attrs.max_sge, adapter.caps.max_srq_sge)
     entry_size = rq_entry_size(max_sge)
-    pages = 1 + _pages_for(max_wr, entry_size)
-    _check_chunks(req.nchunks, pages)
-    with _Handle(adapter.resources.srqs) as handle:
+    pages = 1 + pages_for(max_wr, entry_size)
+    check_chunks(req.nchunks, pages)
+    with ReservedHandle(adapter.resources.srqs) as handle:
         ring = ConsumerRing(
-            _queue_pages(adapter, req.pdir_dma, pages), RX_STATE_OFFSET, 1, entry_size, max_wr
+            queue_pages(adapter, req.pdir_dma, pages), RX_STATE_OFFSET, 1, entry_size, max_wr
         )
         receiver = Receiver(ring, max_sge, adapter.hooks, f"srq {handle}")
         srq = Srq(handle, pd, receiver, adapter.hooks, max_wr, max_sge, req.attrs.srq_limit)
@@ -365,179 +290,6 @@ def _destroy_srq(adapter: Adapter, req: api.CmdDestroySrq) -> None:
     adapter.resources.destroy_srq(req.srq_handle)
 
 
-# --- queue pairs ---------------------------------------------------------------------------------------------------
-
-_NO_ATTR: Final[QpAttr] = QP_ATTR.unpack_from(bytes(QP_ATTR.size))
-
-
-def _create_qp(
-    adapter: Adapter, req: api.CmdCreateQp
-) -> api.CmdCreateQpResp | api.CmdCreateQpRespV2:
-    if req.qp_type not in (QpType.RC, QpType.UD, QpType.GSI):
-        raise CommandError(errno.EOPNOTSUPP, f"QP type {req.qp_type}")
-    tables = adapter.resources
-    pd = tables.pds.get_untrusted(req.pd_handle)
-    send_cq = tables.cqs.get_untrusted(req.send_cq_handle)
-    recv_cq = tables.cqs.get_untrusted(req.recv_cq_handle)
-    srq = tables.srqs.get_untrusted(req.srq_handle) if req.is_srq else None
-    if {send_cq.ctx, recv_cq.ctx, srq.pd.ctx if srq else pd.ctx} != {pd.ctx}:
-        raise CommandError(errno.EPERM, "PD, CQs and SRQ belong to different processes")
-    if req.qp_type == QpType.GSI and pd.ctx is not None:
-        raise CommandError(errno.EPERM, "QP1 is the kernel's")
-    queues, init = _qp_queues(adapter, req, pd)
-    cap = QpCap(init.max_send_wr, init.max_recv_wr, init.max_send_sge, init.max_recv_sge, 0)
-    qp = Qp(
-        qp_type=req.qp_type, pd=pd, send_cq=send_cq, recv_cq=recv_cq, srq=srq,
-        queues=queues, attr=_NO_ATTR._replace(cap=cap), memory=adapter.memory, hooks=adapter.hooks,
-    )  # fmt: skip
-    qp.backend = adapter.backend.create_qp(pd.backend, qp, init, srq.backend if srq else None)
-    try:
-        # Before version 20 the guest knows one number only: its handle must be the QPN.
-        separate = adapter.version >= api.QPHANDLE_VERSION
-        qp.handle = tables.qps.reserve() if separate else tables.qps.claim(qp.backend.qpn)
-    except TableFull:
-        qp.destroy()
-        raise
-    tables.qps.put(qp.handle, qp)
-    if separate:
-        return api.CmdCreateQpRespV2(qp.backend.qpn, qp.handle, *cap)
-    return api.CmdCreateQpResp(qp.backend.qpn, *cap)
-
-
-def _qp_queues(adapter: Adapter, req: api.CmdCreateQp, pd: Pd) -> tuple[QpQueues, b.QpInit]:
-    caps = adapter.caps
-    send_wr = _check_size("max_send_wr", req.max_send_wr, caps.max_qp_wr)
-    send_sge = _check_size("max_send_sge", req.max_send_sge, caps.max_sge)
-    send_pages = _pages_for(send_wr, sq_entry_size(send_sge))
-    recv_wr = recv_sge = recv_pages = 0
-    if not req.is_srq:
-        recv_wr = _check_size("max_recv_wr", req.max_recv_wr, caps.max_qp_wr)
-        recv_sge = _check_size("max_recv_sge", req.max_recv_sge, caps.max_sge)
-        recv_pages = _pages_for(recv_wr, rq_entry_size(recv_sge))
-    _check_chunks(req.send_chunks, send_pages)
-    _check_chunks(req.total_chunks, 1 + req.send_chunks + recv_pages)
-    pages = _queue_pages(adapter, req.pdir_dma, req.total_chunks)
-    rules = send_rules(
-        req.qp_type, privileged=pd.ctx is None, max_sge=send_sge, sq_sig_all=bool(req.sq_sig_all)
-    )
-    sq = ConsumerRing(pages, TX_STATE_OFFSET, 1, sq_entry_size(send_sge), send_wr)
-    rq = None
-    if not req.is_srq:
-        rq = ConsumerRing(
-            pages, RX_STATE_OFFSET, 1 + req.send_chunks, rq_entry_size(recv_sge), recv_wr
-        )
-    init = b.QpInit(req.qp_type, send_wr, recv_wr, send_sge, recv_sge, bool(req.sq_sig_all))
-    return QpQueues(sq, rq, rules, recv_sge), init
-
-
-def _modify_qp(adapter: Adapter, req: api.CmdModifyQp) -> _Refused | None:
-    qp = adapter.resources.qps.get_untrusted(req.qp_handle)
-    why = _modify_refusal(adapter, qp, req.attr_mask, req.attrs)
-    if why is not None:
-        adapter.hooks.guest_error("modify_qp", CommandError(errno.EINVAL, f"qp {qp.handle}: {why}"))
-        return _Refused(errno.EINVAL)
-    state = req.attrs.qp_state if req.attr_mask & QpAttrMask.STATE else qp.state
-    if state == QpState.RESET:
-        attr = _NO_ATTR._replace(cap=qp.attr.cap)
-    else:
-        attr = _merge(qp.attr, req.attrs, req.attr_mask)._replace(
-            qp_state=state, cur_qp_state=state
-        )
-    try:
-        before, qp.attr = qp.attr, attr
-        qp.backend.modify(attr, req.attr_mask)
-    except BackendError:
-        qp.attr = before
-        raise
-    return None
-
-
-# mask bit -> attributes it carries. ALT_PATH and a migration state other than "migrated" are refused before.
-_CARRIES: Final[dict[int, tuple[str, ...]]] = {
-    QpAttrMask.EN_SQD_ASYNC_NOTIFY: ("en_sqd_async_notify",),
-    QpAttrMask.ACCESS_FLAGS: ("qp_access_flags",),
-    QpAttrMask.PKEY_INDEX: ("pkey_index",),
-    QpAttrMask.PORT: ("port_num",),
-    QpAttrMask.QKEY: ("qkey",),
-    QpAttrMask.AV: ("ah_attr",),
-    QpAttrMask.PATH_MTU: ("path_mtu",),
-    QpAttrMask.TIMEOUT: ("timeout",),
-    QpAttrMask.RETRY_CNT: ("retry_cnt",),
-    QpAttrMask.RNR_RETRY: ("rnr_retry",),
-    QpAttrMask.RQ_PSN: ("rq_psn",),
-    QpAttrMask.MAX_QP_RD_ATOMIC: ("max_rd_atomic",),
-    QpAttrMask.MIN_RNR_TIMER: ("min_rnr_timer",),
-    QpAttrMask.SQ_PSN: ("sq_psn",),
-    QpAttrMask.MAX_DEST_RD_ATOMIC: ("max_dest_rd_atomic",),
-    QpAttrMask.DEST_QPN: ("dest_qp_num",),
-}
-
-
-def _merge(old: QpAttr, new: QpAttr, mask: int) -> QpAttr:
-    names = [name for bit, carried in _CARRIES.items() if mask & bit for name in carried]
-    return old._replace(**{name: getattr(new, name) for name in names})
-
-
-def _modify_refusal(adapter: Adapter, qp: Qp, mask: int, attr: QpAttr) -> str | None:
-    if mask & QpAttrMask.CUR_STATE and attr.cur_qp_state != qp.state:
-        return f"the state is {qp.state}, not {attr.cur_qp_state}"
-    target = attr.qp_state if mask & QpAttrMask.STATE else qp.state
-    why = refusal(qp.qp_type, qp.state, target, mask)
-    if why is not None:
-        return why
-    for bit, check, what in _ATTR_CHECKS:
-        if mask & bit and not check(adapter, attr):
-            return what
-    return None
-
-
-def _gid_known(adapter: Adapter, attr: QpAttr) -> bool:
-    return attr.ah_attr.grh.sgid_index in adapter.resources.gids
-
-
-_Check = Callable[[Adapter, QpAttr], bool]
-_ATTR_CHECKS: Final[tuple[tuple[int, _Check, str], ...]] = (
-    (QpAttrMask.PORT, lambda _, t: t.port_num == 1, "there is port 1 only"),
-    (QpAttrMask.PKEY_INDEX, lambda _, t: t.pkey_index == 0, "the pkey table has one entry"),
-    (QpAttrMask.PATH_MTU, lambda _, t: 1 <= t.path_mtu <= 5, "path MTU codes are 1 to 5"),
-    (QpAttrMask.RQ_PSN, lambda _, t: t.rq_psn < 1 << 24, "rq_psn has 24 bits"),
-    (QpAttrMask.SQ_PSN, lambda _, t: t.sq_psn < 1 << 24, "sq_psn has 24 bits"),
-    (QpAttrMask.DEST_QPN, lambda _, t: t.dest_qp_num < 1 << 24, "dest_qp_num has 24 bits"),
-    (QpAttrMask.TIMEOUT, lambda _, t: t.timeout < 32, "timeout has 5 bits"),
-    (QpAttrMask.MIN_RNR_TIMER, lambda _, t: t.min_rnr_timer < 32, "min_rnr_timer has 5 bits"),
-    (QpAttrMask.RETRY_CNT, lambda _, t: t.retry_cnt < 8, "retry_cnt has 3 bits"),
-    (QpAttrMask.RNR_RETRY, lambda _, t: t.rnr_retry < 8, "rnr_retry has 3 bits"),
-    (QpAttrMask.ALT_PATH, lambda _, t: False, "no automatic path migration"),
-    (QpAttrMask.PATH_MIG_STATE, lambda _, t: t.path_mig_state == 0, "no automatic path migration"),
-    (QpAttrMask.CAP, lambda _, t: False, "queue sizes are fixed at creation"),
-    (QpAttrMask.AV, _gid_known, "sgid_index names no GID of this port"),
-    (
-        QpAttrMask.ACCESS_FLAGS,
-        lambda _, t: not t.qp_access_flags & ~(_KNOWN_ACCESS | _IGNORED_ACCESS),
-        "unknown access flags",
-    ),
-    (
-        QpAttrMask.MAX_QP_RD_ATOMIC,
-        lambda a, t: t.max_rd_atomic <= a.caps.max_qp_init_rd_atom,
-        "max_rd_atomic is above the device's",
-    ),
-    (
-        QpAttrMask.MAX_DEST_RD_ATOMIC,
-        lambda a, t: t.max_dest_rd_atomic <= a.caps.max_qp_rd_atom,
-        "max_dest_rd_atomic is above the device's",
-    ),
-)
-
-
-def _query_qp(adapter: Adapter, req: api.CmdQueryQp) -> api.CmdQueryQpResp:
-    qp = adapter.resources.qps.get_untrusted(req.qp_handle)
-    return api.CmdQueryQpResp(qp.backend.query(qp.attr))
-
-
-def _destroy_qp(adapter: Adapter, req: api.CmdDestroyQp) -> None:
-    adapter.resources.destroy_qp(req.qp_handle)
-
-
 class Command(NamedTuple):
     """How one command is read, done and answered.
 
@@ -561,11 +313,11 @@ COMMANDS: Final[dict[int, Command]] = {
     Cmd.CREATE_CQ: Command(api.CMD_CREATE_CQ, _create_cq, (api.CMD_CREATE_CQ_RESP,), True),
     Cmd.DESTROY_CQ: Command(api.CMD_DESTROY_CQ, _destroy_cq, (), False),
     Cmd.CREATE_QP: Command(
-        api.CMD_CREATE_QP, _create_qp, (api.CMD_CREATE_QP_RESP, api.CMD_CREATE_QP_RESP_V2), True
+        api.CMD_CREATE_QP, create_qp, (api.CMD_CREATE_QP_RESP, api.CMD_CREATE_QP_RESP_V2), True
     ),
-    Cmd.MODIFY_QP: Command(api.CMD_MODIFY_QP, _modify_qp, (), True),
-    Cmd.QUERY_QP: Command(api.CMD_QUERY_QP, _query_qp, (api.CMD_QUERY_QP_RESP,), True),
-    Cmd.DESTROY_QP: Command(api.CMD_DESTROY_QP, _destroy_qp, (), False),
+    Cmd.MODIFY_QP: Command(api.CMD_MODIFY_QP, modify_qp, (), True),
+    Cmd.QUERY_QP: Command(api.CMD_QUERY_QP, query_qp, (api.CMD_QUERY_QP_RESP,), True),
+    Cmd.DESTROY_QP: Command(api.CMD_DESTROY_QP, destroy_qp, (), False),
     Cmd.CREATE_UC: Command(api.CMD_CREATE_UC64, _create_uc, (api.CMD_CREATE_UC_RESP,), True),
     Cmd.DESTROY_UC: Command(api.CMD_DESTROY_UC, _destroy_uc, (), False),
     Cmd.CREATE_BIND: Command(api.CMD_CREATE_BIND, _create_bind, (), False),

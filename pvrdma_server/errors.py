@@ -46,6 +46,12 @@ class BadHandle(GuestError):
     kind = "bad_handle"
 
 
+class TableFullError(GuestError):
+    """The guest has as many objects of a kind as the device advertises."""
+
+    kind = "table_full"
+
+
 class BadWqe(GuestError):
     """A work queue entry cannot be executed.
 

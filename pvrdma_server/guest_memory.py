@@ -46,7 +46,9 @@ class GuestMemory:
     _regions: list[DmaRegion] = field(default_factory=list)
     _users: "weakref.WeakSet[GuestPages]" = field(default_factory=weakref.WeakSet)
 
-    def add_region(self, iova: int, length: int, view: memoryview | None, *, writable: bool) -> None:
+    def add_region(
+        self, iova: int, length: int, view: memoryview | None, *, writable: bool
+    ) -> None:
         """Map [iova, iova + length). `view` is None for what is not RAM (no file descriptor behind it).
 
         Raises:
@@ -84,7 +86,9 @@ class GuestMemory:
         """The mapped regions in address order."""
         return tuple(self._regions)
 
-    def views_untrusted(self, address: int, length: int, *, writable: bool = False) -> list[memoryview]:
+    def views_untrusted(
+        self, address: int, length: int, *, writable: bool = False
+    ) -> list[memoryview]:
         """Views that cover [address, address + length), in order, split where regions meet.
 
         Raises:
@@ -138,7 +142,9 @@ def walk_pdir_untrusted(memory: GuestMemory, pdir_dma: int, npages: int) -> list
     if not 1 <= npages <= MAX_PDIR_PAGES:
         raise BadGuestAddress(pdir_dma, 0, f"a page directory of {npages} pages")
     addresses: list[int] = []
-    for table_dma in islice(_entries(memory, pdir_dma), (npages + PDIR_ENTRIES - 1) // PDIR_ENTRIES):
+    for table_dma in islice(
+        _entries(memory, pdir_dma), (npages + PDIR_ENTRIES - 1) // PDIR_ENTRIES
+    ):
         addresses.extend(islice(_entries(memory, table_dma), npages - len(addresses)))
     return addresses
 
@@ -164,7 +170,16 @@ class GuestPages:
         BadGuestAddress: a page is zero, unaligned, not RAM, or read-only where `writable` is asked.
     """
 
-    __slots__ = ("__weakref__", "_memory", "_offsets", "_runs", "_views", "_writable", "generation", "length_bytes")
+    __slots__ = (
+        "__weakref__",
+        "_memory",
+        "_offsets",
+        "_runs",
+        "_views",
+        "_writable",
+        "generation",
+        "length_bytes",
+    )
 
     def __init__(self, memory: GuestMemory, addresses: Iterable[int], *, writable: bool) -> None:
         self._memory = memory
@@ -185,11 +200,17 @@ class GuestPages:
     @property
     def page_addresses(self) -> list[int]:
         """The guest address of every page, in order."""
-        return [page for address, length in self._runs for page in range(address, address + length, PAGE_SIZE)]
+        return [
+            page
+            for address, length in self._runs
+            for page in range(address, address + length, PAGE_SIZE)
+        ]
 
     def forget_views(self, iova: int, length: int) -> None:
         """Memory [iova, iova + length) is being unmapped: drop the views if they touch it."""
-        if self._views is not None and any(a < iova + length and iova < a + n for a, n in self._runs):
+        if self._views is not None and any(
+            a < iova + length and iova < a + n for a, n in self._runs
+        ):
             self._views = None
             self._offsets = []
             self.generation += 1

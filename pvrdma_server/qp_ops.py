@@ -134,21 +134,21 @@ def _parse_sges_untrusted(wqe: bytes, offset: int, num_sge: int, max_sge: int) -
     return tuple(abi.SGE.unpack_from(wqe, offset + 16 * i) for i in range(num_sge))
 
 
-def _no_arm(wqe: bytes, memory: GuestMemory) -> None:
+def _no_arm(_wqe: bytes, _: GuestMemory) -> None:
     return None
 
 
-def _rdma_arm(wqe: bytes, memory: GuestMemory) -> Rdma:
+def _rdma_arm(wqe: bytes, _: GuestMemory) -> Rdma:
     arm = abi.SQ_WQE_RDMA.unpack_from(wqe)
     return Rdma(arm.remote_addr, arm.rkey)
 
 
-def _atomic_arm(wqe: bytes, memory: GuestMemory) -> Atomic:
+def _atomic_arm(wqe: bytes, _: GuestMemory) -> Atomic:
     arm = abi.SQ_WQE_ATOMIC.unpack_from(wqe)
     return Atomic(arm.remote_addr, arm.compare_add, arm.swap, arm.rkey)
 
 
-def _invalidate_arm(wqe: bytes, memory: GuestMemory) -> Invalidate:
+def _invalidate_arm(wqe: bytes, _: GuestMemory) -> Invalidate:
     return Invalidate(int.from_bytes(abi.SQ_WQE_HDR.unpack_from(wqe).ex, "little"))
 
 
@@ -195,8 +195,8 @@ _ARMS: Final = {
     int(WrOpcode.FAST_REG_MR): _fast_reg_arm,
 }
 
-# The kernel driver copies neither smac nor a VLAN id, so SMAC and VLAN are never set; rdma-core passes the flags raw and
-# numbers them differently (4 is IP_CSUM_OK, 8 WITH_INV there), so a user's CQ gets only the two both agree on.
+# The kernel driver copies neither smac nor a VLAN id, so SMAC and VLAN are never set; rdma-core passes the flags raw
+# and numbers them differently (4 is IP_CSUM_OK, 8 WITH_INV there), so a user's CQ gets only the two both agree on.
 _KERNEL_FLAGS: Final = int(WcFlags.GRH | WcFlags.WITH_IMM | WcFlags.WITH_INVALIDATE)
 _USER_FLAGS: Final = int(WcFlags.GRH | WcFlags.WITH_IMM)
 

@@ -1,0 +1,332 @@
+"""The objects a guest makes: user contexts, protection domains, regions, completion queues, SRQs, queue pairs, GIDs.
+
+Contract: an object knows its owner and its ring, and speaks to the backend and to `DeviceHooks`. It publishes in the
+order body, index, notification, and nothing once it is destroyed or failed.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from pvrdma_server.abi.pvrdma_dev_api import EqeType
+from pvrdma_server.abi.pvrdma_verbs import QpAttr, QpState
+from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus
+from pvrdma_server.backend import (
+    BackendMr,
+    BackendPd,
+    BackendQp,
+    BackendSrq,
+    Completion,
+    RecvWr,
+    Refused,
+    SendWr,
+)
+from pvrdma_server.errors import BadGuestAddress, BadRingIndex, BadWqe, GuestError
+from pvrdma_server.guest_memory import GuestMemory
+from pvrdma_server.qp_ops import (
+    SendRules,
+    encode_cqe,
+    parse_recv_untrusted,
+    parse_send_untrusted,
+    wr_id_of,
+)
+from pvrdma_server.rings import ConsumerRing, ProducerRing
+
+
+class DeviceHooks(Protocol):
+    """What objects report to the device."""
+
+    def cq_notify(self, cq: "Cq") -> None:
+        """An armed CQ has something: tell the guest."""
+
+    def cq_failed(self, cq: "Cq") -> None:
+        """A CQ overflowed or its ring is corrupt: its queue pairs must stop."""
+
+    def async_event(self, event: int, info: int) -> None:
+        """Queue an asynchronous event for the guest."""
+
+    def guest_error(self, what: str, error: GuestError) -> None:
+        """Count and, the first time, log an illegal act of the guest."""
+
+    def work_missed(self) -> None:
+        """A ring's memory is unmapped at the moment: look at the rings again when memory returns."""
+
+
+@dataclass(slots=True, eq=False)
+class UserContext:
+    """A process of the guest that opened the device; it owns one doorbell page."""
+
+    handle: int
+    uar_page: int
+
+
+@dataclass(slots=True, eq=False)
+class Pd:
+    """A protection domain. `ctx` is None for the guest kernel's own."""
+
+    handle: int
+    ctx: UserContext | None
+    backend: BackendPd
+
+
+@dataclass(slots=True, eq=False)
+class Mr:
+    """A memory region; its keys are the backend's."""
+
+    handle: int
+    pd: Pd
+    backend: BackendMr
+
+
+@dataclass(slots=True, eq=False)
+class Gid:
+    """An entry of the guest's GID table."""
+
+    gid: bytes
+    gid_type: int
+
+
+class Armed(IntEnum):
+    """What a CQ waits for before it notifies."""
+
+    NO = 0
+    SOLICITED = 1
+    NEXT = 2
+
+
+@dataclass(slots=True, eq=False)
+class Cq:
+    """A completion queue: publishes completions, and notifies once per arm.
+
+    `backlog` holds completions for the moments in which the client has the ring's memory unmapped.
+    """
+
+    handle: int
+    ctx: UserContext | None
+    ring: ProducerRing
+    hooks: DeviceHooks
+    armed: int = Armed.NO
+    failed: bool = False
+    backlog: deque[tuple[bytes, bool]] = field(default_factory=deque)
+
+    def complete(self, cqe: bytes, *, solicited: bool) -> None:
+        """Publish one encoded completion; `solicited` also for every unsuccessful one.
+
+        Order: body, index, then the notification.
+        """
+        if self.failed:
+            return
+        if self.backlog or not self._publish(cqe):
+            self.backlog.append((cqe, solicited))
+            if len(self.backlog) > self.ring.capacity:
+                self._fail()
+            return
+        if self.armed and (solicited or self.armed == Armed.NEXT):
+            self.armed = Armed.NO
+            self.hooks.cq_notify(self)
+
+    def memory_returned(self) -> None:
+        """Publish what had to wait for unmapped memory."""
+        waiting, self.backlog = self.backlog, deque()
+        for cqe, solicited in waiting:
+            self.complete(cqe, solicited=solicited)
+
+    def _publish(self, cqe: bytes) -> bool:
+        try:
+            if not self.ring.push_untrusted(cqe):
+                self._fail()
+        except BadGuestAddress:
+            return False
+        except BadRingIndex as e:
+            self.hooks.guest_error("cq", e)
+            self._fail()
+        return True
+
+    def _fail(self) -> None:
+        self.failed = True
+        self.backlog.clear()
+        self.hooks.async_event(EqeType.CQ_ERR, self.handle)
+        self.hooks.cq_failed(self)
+
+
+def pop_or_report(ring: ConsumerRing, hooks: DeviceHooks, what: str) -> bytes | None:
+    """The next entry of a ring; None when there is none, or none to be had, which is then reported."""
+    try:
+        return ring.pop_untrusted()
+    except BadGuestAddress:
+        hooks.work_missed()
+    except BadRingIndex as e:
+        hooks.guest_error(what, e)
+    return None
+
+
+class Receiver:
+    """Takes receive work requests out of a ring; shared by queue pairs and shared receive queues."""
+
+    __slots__ = ("hooks", "max_sge", "ring", "what")
+
+    def __init__(self, ring: ConsumerRing, max_sge: int, hooks: DeviceHooks, what: str) -> None:
+        self.ring = ring
+        self.max_sge = max_sge
+        self.hooks = hooks
+        self.what = what
+
+    def pop(self) -> RecvWr | None:
+        """The next receive; one that cannot be decoded comes with the status it must complete with."""
+        wqe = pop_or_report(self.ring, self.hooks, self.what)
+        if wqe is None:
+            return None
+        try:
+            return parse_recv_untrusted(wqe, self.max_sge)
+        except BadWqe as e:
+            self.hooks.guest_error(self.what, e)
+            return RecvWr(wr_id_of(wqe), (), e.status)
+
+    def used(self) -> int:
+        """Receives posted and not taken; 0 for a ring that cannot be read."""
+        try:
+            return self.ring.used_untrusted()
+        except GuestError:
+            return 0
+
+
+@dataclass(slots=True, eq=False)
+class Srq:
+    """A shared receive queue. Implements `backend.SrqOwner`."""
+
+    handle: int
+    pd: Pd
+    receiver: Receiver
+    hooks: DeviceHooks
+    max_wr: int
+    max_sge: int
+    limit: int = 0
+    backend: BackendSrq = field(init=False)
+
+    def pop_recv(self) -> RecvWr | None:
+        """Take the next posted receive; raises SRQ_LIMIT_REACHED once when fewer than `limit` are left."""
+        wr = self.receiver.pop()
+        if wr is not None:
+            self.check_limit()
+        return wr
+
+    def check_limit(self) -> None:
+        """Fire and disarm the limit if it has been reached."""
+        if self.limit and self.receiver.used() < self.limit:
+            self.limit = 0
+            self.hooks.async_event(EqeType.SRQ_LIMIT_REACHED, self.handle)
+
+
+class QpQueues(NamedTuple):
+    """What a queue pair is built of."""
+
+    sq: ConsumerRing
+    rq: ConsumerRing | None
+    rules: SendRules
+    max_recv_sge: int
+
+
+class Qp:
+    """A queue pair. Implements `backend.QpOwner`: offers work from its rings, publishes completions."""
+
+    __slots__ = (
+        "_hooks",
+        "_memory",
+        "_receiver",
+        "_rules",
+        "attr",
+        "backend",
+        "destroyed",
+        "handle",
+        "pd",
+        "qp_type",
+        "recv_cq",
+        "send_cq",
+        "sq",
+        "srq",
+    )
+
+    backend: BackendQp
+
+    def __init__(
+        self,
+        *,
+        qp_type: int,
+        pd: Pd,
+        send_cq: Cq,
+        recv_cq: Cq,
+        srq: Srq | None,
+        queues: QpQueues,
+        attr: QpAttr,
+        memory: GuestMemory,
+        hooks: DeviceHooks,
+    ) -> None:
+        self.handle = 0
+        self.qp_type = qp_type
+        self.pd = pd
+        self.send_cq = send_cq
+        self.recv_cq = recv_cq
+        self.srq = srq
+        self.sq = queues.sq
+        self.attr = attr
+        self.destroyed = False
+        self._rules = queues.rules
+        self._memory = memory
+        self._hooks = hooks
+        self._receiver = (
+            Receiver(queues.rq, queues.max_recv_sge, hooks, "rq") if queues.rq else None
+        )
+
+    @property
+    def state(self) -> int:
+        """The QP's `QpState`."""
+        return self.attr.qp_state
+
+    def pop_send(self) -> SendWr | None:
+        """See `backend.QpOwner`."""
+        wqe = pop_or_report(self.sq, self._hooks, "sq")
+        if wqe is None:
+            return None
+        try:
+            return parse_send_untrusted(wqe, self._rules, self._memory)
+        except BadWqe as e:
+            self._hooks.guest_error("sq", e)
+            return SendWr(wr_id_of(wqe), 0, 0, True, bytes(4), (), Refused(e.status, str(e)))
+
+    def pop_recv(self) -> RecvWr | None:
+        """See `backend.QpOwner`."""
+        return self._receiver.pop() if self._receiver else None
+
+    def complete_send(self, wc: Completion) -> None:
+        """See `backend.QpOwner`."""
+        self._complete(self.send_cq, wc, wc.status != WcStatus.SUCCESS)
+
+    def complete_recv(self, wc: Completion, *, solicited: bool) -> None:
+        """See `backend.QpOwner`."""
+        self._complete(self.recv_cq, wc, solicited or wc.status != WcStatus.SUCCESS)
+
+    def _complete(self, cq: Cq, wc: Completion, solicited: bool) -> None:
+        # The guest never consumes a completion of a handle that it has freed: its CQ would be stuck for ever.
+        if not self.destroyed:
+            cq.complete(encode_cqe(wc, self.handle, kernel=cq.ctx is None), solicited=solicited)
+
+    def state_changed(self, state: int) -> None:
+        """See `backend.QpOwner`."""
+        self.attr = self.attr._replace(qp_state=state, cur_qp_state=state)
+
+    def raise_event(self, event: int) -> None:
+        """See `backend.QpOwner`."""
+        if not self.destroyed:
+            self._hooks.async_event(event, self.handle)
+
+    def to_error(self) -> None:
+        """Move to ERR on the device's own account and flush."""
+        if not self.destroyed and self.state not in (QpState.RESET, QpState.ERR):
+            self.state_changed(QpState.ERR)
+            self.backend.modify(self.attr, 1)
+
+    def destroy(self) -> None:
+        """Stop; nothing is published for this queue pair once this returns."""
+        self.destroyed = True
+        self.backend.destroy()
