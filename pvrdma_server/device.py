@@ -94,7 +94,7 @@ class PvrdmaDevice:
         self.driver_version = 0
         self.resources = self._new_resources()
         self._interrupts = interrupts
-        self._log: Any = structlog.get_logger("device")
+        self._log: Any = structlog.get_logger(component="device")
         self._shared: _Shared | None = None
         self._dsr_low = 0
         self._dsr_high = 0

@@ -1,0 +1,131 @@
+"""The command line: options in, a running server out. No logic lives here."""
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import structlog
+import trio
+
+from pvrdma_server import __version__
+from pvrdma_server.backend_soft import SoftConfig
+from pvrdma_server.caps import DeviceConfig
+from pvrdma_server.errors import PvrdmaError
+from pvrdma_server.server import ServerConfig, serve
+from pvrdma_server.status import read_status
+
+_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
+# The locally administered range, so that no two makers' devices meet; the rest is the VM's name.
+_GUID_PREFIX = bytes.fromhex("0250")
+
+
+def configure_logging(level: str) -> None:
+    """Log to stderr: for people on a terminal, as JSON lines elsewhere."""
+    renderer: Any = structlog.processors.JSONRenderer()
+    if sys.stderr.isatty():
+        renderer = structlog.dev.ConsoleRenderer()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+
+
+def node_guid_of(name: str) -> bytes:
+    """A node GUID (8 bytes, wire order) that is the same whenever the VM of this name starts."""
+    return _GUID_PREFIX + hashlib.sha256(name.encode()).digest()[:6]
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+@click.option("--socket-path", type=click.Path(), help="UNIX socket where QEMU finds the device.")
+@click.option(
+    "--fd", "listen_fd", type=int, help="Listening socket to use instead of --socket-path."
+)
+@click.option(
+    "--status-socket", type=click.Path(), help="UNIX socket that answers with the status."
+)
+@click.option(
+    "--name", help="Name of the VM; its node GUID follows from it. [default: the socket's path]"
+)
+@click.option(
+    "--roce-version",
+    type=click.Choice(["1", "2"]),
+    default="2",
+    show_default=True,
+    help="The one RoCE version of the device's GIDs; the driver refuses both.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(list(_LEVELS)),
+    default="info",
+    show_default=True,
+    help="What to log.",
+)
+@click.pass_context
+def main(
+    ctx: click.Context,
+    socket_path: str | None,
+    listen_fd: int | None,
+    status_socket: str | None,
+    name: str | None,
+    roce_version: str,
+    log_level: str,
+) -> None:
+    """Serve a PVRDMA device to one virtual machine over vfio-user.
+
+    QEMU (10.1 or newer) attaches it as function 1 of a slot whose function 0 is a vmxnet3:
+
+    \b
+      -object memory-backend-memfd,id=mem,size=1G,share=on -machine q35,memory-backend=mem
+      -device vmxnet3,netdev=n0,bus=pcie.0,addr=5.0,multifunction=on
+      -device '{"driver":"vfio-user-pci","bus":"pcie.0","addr":"5.1",
+                "socket":{"type":"unix","path":"SOCKET"}}'
+    """  # noqa: D301 - \b is click's
+    if ctx.invoked_subcommand is not None:
+        return
+    if (socket_path is None) == (listen_fd is None):
+        raise click.UsageError("give --socket-path or --fd, and not both")
+    configure_logging(log_level)
+    identity = name or socket_path or f"fd {listen_fd}"
+    config = ServerConfig(
+        socket_path=socket_path,
+        listen_fd=listen_fd,
+        status_path=status_socket,
+        device=DeviceConfig(roce_version=int(roce_version)),
+        soft=SoftConfig(name=identity, node_guid=node_guid_of(identity)),
+    )
+    failures: list[str] = []
+    try:
+        trio.run(serve, config)
+    except* PvrdmaError as group:
+        failures = [str(e) for e in _leaves(group)]
+    if failures:
+        raise click.ClickException("; ".join(failures))
+
+
+def _leaves(group: BaseExceptionGroup[PvrdmaError]) -> Iterator[PvrdmaError]:
+    for e in group.exceptions:
+        if isinstance(e, BaseExceptionGroup):
+            yield from _leaves(e)
+        else:
+            yield e
+
+
+@main.command()
+@click.argument("socket", type=click.Path(exists=True))
+def status(socket: str) -> None:
+    """Print the status of the server whose --status-socket is SOCKET, as JSON."""
+    try:
+        click.echo(json.dumps(read_status(socket), indent=2))
+    except PvrdmaError as e:
+        raise click.ClickException(str(e)) from e
