@@ -75,7 +75,7 @@ class Refused(NamedTuple):
     why: str
 
 
-type_arm = Rdma | Atomic | Ud | FastReg | Invalidate | Refused | None
+Arm = Rdma | Atomic | Ud | FastReg | Invalidate | Refused | None
 
 
 class SendWr(NamedTuple):
@@ -90,7 +90,7 @@ class SendWr(NamedTuple):
     signaled: bool
     imm: bytes
     sges: tuple[Sge, ...]
-    arm: type_arm
+    arm: Arm
 
 
 class RecvWr(NamedTuple):

@@ -236,10 +236,11 @@ class PvrdmaDevice:
         if value:
             raise CommandError(errno.EINVAL, f"request {value:#x}; 0 executes the command slot")
         request = bytes(shared.request.page_untrusted(0)[: api.CMD_REQ_SIZE])
+        response = shared.response.page_untrusted(0)
         header = api.CMD_HDR.unpack_from(request)
         self.counters.commands[_command_name(header.cmd)] += 1
         outcome = execute_untrusted(shared.adapter, request)
-        shared.response.page_untrusted(0)[: len(outcome.response)] = outcome.response
+        response[: len(outcome.response)] = outcome.response
         self._err = 0
         if outcome.wait:
             self._raise(IntrVector.RESPONSE)
@@ -430,7 +431,9 @@ class PvrdmaDevice:
         return published
 
     def _raise(self, vector: IntrVector) -> None:
-        self._icr |= IntrCause(1 << vector)
+        # Without MSI-X the driver reads ICR and takes nothing but exactly RESPONSE for a command's answer.
+        if vector == IntrVector.RESPONSE:
+            self._icr = IntrCause.RESPONSE
         self._pending_vectors.add(vector)
 
 
