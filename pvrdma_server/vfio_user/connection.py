@@ -12,6 +12,7 @@ import array
 import contextlib
 import fcntl
 import os
+import select
 import socket
 import struct
 import tempfile
@@ -40,6 +41,7 @@ _MAX_FDS: Final = 16
 _PEEK_SIZE: Final = 4096
 _PEEK: Final = socket.MSG_PEEK | socket.MSG_DONTWAIT
 _TYPE_MASK: Final = 0xF
+_GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _HEADER = struct.Struct("<HHII")
 _DMA_MAP = struct.Struct("<IIQQQ")
 _DMA_UNMAP = struct.Struct("<IIQQ")
@@ -102,15 +104,20 @@ class MessagePeeker:
         except OSError:
             return Arrival.CLOSED
         if seen < HEADER_SIZE:
-            return Arrival.PART if seen else Arrival.CLOSED
+            return self._part() if seen else Arrival.CLOSED
         _, self.command, self.size, flags = _HEADER.unpack_from(self._bytes)
         if flags & _TYPE_MASK or not HEADER_SIZE <= self.size <= self._limit:
             raise TransportError(f"not a request: flags {flags:#x}, size {self.size}")
         if self.size > seen and self._queued() < self.size:
-            return Arrival.PART
+            return self._part()
         if self.command in _FIXED_BODY:
             _check_body(self.command, self._view[HEADER_SIZE : min(seen, self.size)])
         return Arrival.WHOLE
+
+    def _part(self) -> Arrival:
+        if is_gone(self._sock):
+            raise TransportError("the client went away within a message")
+        return Arrival.PART
 
     def _queued(self) -> int:
         count = array.array("i", [0])
@@ -136,6 +143,13 @@ class MessagePeeker:
             for fd in fds:
                 stack.callback(os.close, fd)
             yield fds[0] if fds else None
+
+
+def is_gone(sock: socket.socket) -> bool:
+    """Whether the other end has hung up; what it sent before may still wait here."""
+    poller = select.poll()
+    poller.register(sock, _GONE)
+    return bool(poller.poll(0))
 
 
 def hang_up(sock: socket.socket) -> None:

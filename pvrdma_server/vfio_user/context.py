@@ -24,6 +24,7 @@ from pvrdma_server.vfio_user.connection import (
     Listener,
     MessagePeeker,
     hang_up,
+    is_gone,
     peer_pid,
 )
 from pvrdma_server.vfio_user.library import VfuDevice
@@ -74,6 +75,8 @@ class VfioUserContext:
         self._report = Reporter(self._log, self.counters)
         self._timeout_s = attach_timeout_s
         self._waiting = 0
+        self._attached: socket.socket | None = None
+        self._detached = trio.Event()
         self._listener = Listener(socket_path, listen_fd)
         try:
             self._device = VfuDevice(
@@ -133,15 +136,20 @@ class VfioUserContext:
             self._report("error", "vfu.accept_failed", error=str(error))
             await trio.sleep(0.1)
             return
-        if self.connected or self._waiting >= _MAX_WAITING:
+        if self._occupied() or self._waiting >= _MAX_WAITING:
             with client:
                 self._refuse(client)
         else:
+            self._waiting += 1
             nursery.start_soon(self._client, client, nursery.cancel_scope)
+
+    def _occupied(self) -> bool:
+        """Whether a client is attached that has not hung up: QEMU may come back before we saw it go."""
+        return self._attached is not None and not is_gone(self._attached)
 
     def _refuse(self, client: socket.socket) -> None:
         self.counters.refused_clients += 1
-        why = "another client is attached" if self.connected else "too many wait to attach"
+        why = "another client is attached" if self._attached else "too many wait to attach"
         self._report("warning", "vfu.client_refused", why=why, pid=peer_pid(client))
 
     async def _client(self, client: socket.socket, server: trio.CancelScope) -> None:
@@ -157,8 +165,13 @@ class VfioUserContext:
                     server.cancel()
 
     async def _attach_and_run(self, client: socket.socket) -> None:
-        greeting = await self._first_message(client)
-        if self.connected:
+        try:
+            greeting = await self._first_message(client)
+            while self._attached is not None and not self._occupied():
+                await self._detached.wait()
+        finally:
+            self._waiting -= 1
+        if self._attached is not None:
             self._refuse(client)
         elif greeting and self._attach(client, greeting):
             try:
@@ -168,16 +181,12 @@ class VfioUserContext:
 
     async def _first_message(self, client: socket.socket) -> bytes:
         peeker = MessagePeeker(client, MAX_VERSION_MESSAGE)
-        self._waiting += 1
-        try:
-            with trio.fail_after(self._timeout_s):
-                await trio.lowlevel.wait_readable(client)
-                if await _complete(peeker) is Arrival.WHOLE:
-                    return client.recv(peeker.size, socket.MSG_WAITALL)
-        except trio.TooSlowError:
+        with trio.move_on_after(self._timeout_s) as deadline:
+            await trio.lowlevel.wait_readable(client)
+            if await _complete(peeker) is Arrival.WHOLE:
+                return client.recv(peeker.size, socket.MSG_WAITALL)
+        if deadline.cancelled_caught:
             self._attach_failed(f"said nothing for {self._timeout_s} s")
-        finally:
-            self._waiting -= 1
         return b""
 
     def _attach_failed(self, why: str) -> None:
@@ -194,6 +203,7 @@ class VfioUserContext:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _IO_TIMEOUT)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _IO_TIMEOUT)
         self._device.adopt(client.fileno())
+        self._attached, self._detached = client, trio.Event()
         self._device.memory.attach(peer_pid(client))
         self.counters.attaches += 1
         self._log.info("vfu.attached", pid=peer_pid(client))
@@ -201,6 +211,8 @@ class VfioUserContext:
 
     def _detach(self, client: socket.socket) -> None:
         """Have libvfio-user see the end of the connection unless it has; it then unmaps and resets."""
+        self._attached = None
+        self._detached.set()
         hang_up(client)
         if self.connected:
             self._device.run()

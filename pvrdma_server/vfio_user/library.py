@@ -261,7 +261,7 @@ class VfuDevice:
         writable = bool(prot & _PROT_WRITE)
         view = self.memory.view(iova, length, self._incoming, writable=writable)
         try:
-            self._model.dma_map(iova, length, view, writable)
+            self._model.dma_map(iova, length, view, writable=writable)
         except GuestError as error:
             self.memory.end(iova, length)
             self._report("warning", "vfu.dma_map_refused", error=str(error))

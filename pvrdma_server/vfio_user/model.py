@@ -61,7 +61,7 @@ class DeviceModel(Protocol):
     def bar_write(self, bar: int, offset: int, data: bytes) -> None:
         """As `bar_read`."""
 
-    def dma_map(self, iova: int, length: int, view: memoryview | None, writable: bool) -> None:
+    def dma_map(self, iova: int, length: int, view: memoryview | None, *, writable: bool) -> None:
         """[iova, iova + length) became guest memory; no view where it cannot be mapped."""
 
     def dma_unmap(self, iova: int, length: int) -> None:
