@@ -1,6 +1,7 @@
 """The lab's agent in a guest: one TCP connection runs one shell command. Python's standard library only.
 
-Request: one JSON line {"command": str, "timeout_s": float | null, "stdin": str | null}; stdin is base64.
+Request: one JSON line {"command": str, "timeout_s": float | null, "stdin": str | null, "line_buffered": bool};
+stdin is base64; line_buffered has C and Python programs write whole lines at once, as on a terminal.
 Answer: frames of a kind byte, a big-endian 32-bit length and that many bytes: "o" standard output, "e" standard
 error, and last "x", JSON {"status": int, "timed_out": bool}; status is -N for a command that signal N ended.
 
@@ -23,6 +24,12 @@ from contextlib import suppress  # noqa: E402
 
 CHUNK_BYTES = 65536
 REQUEST_MAX_BYTES = 64 << 20
+# What stdbuf -oL sets.
+LINE_BUFFERED = {
+    "_STDBUF_O": "L",
+    "LD_PRELOAD": "/usr/libexec/coreutils/libstdbuf.so",
+    "PYTHONUNBUFFERED": "1",
+}
 # After the command's end: how long to wait for output that its children still hold open.
 DRAIN_S = 0.3
 
@@ -50,6 +57,23 @@ def kill_group(process):
         os.killpg(process.pid, signal.SIGKILL)
 
 
+async def exited(process):
+    """Waits for the process itself; Process.wait() also waits for whoever else holds its pipes."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    fd = os.pidfd_open(process.pid)
+    loop.add_reader(fd, ended.set)
+    try:
+        await ended.wait()
+        while (
+            process.returncode is None
+        ):  # asyncio learns of it in this or the next round of its loop
+            await asyncio.sleep(0)
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
 async def run(request, reader, writer):
     """Runs one command; returns its end, or None if the client went away."""
     stdin = request.get("stdin")
@@ -60,6 +84,7 @@ async def run(request, reader, writer):
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
         cwd="/root",
+        env={**os.environ, **(LINE_BUFFERED if request.get("line_buffered") else {})},
     )  # fmt: skip
     copies = [
         asyncio.create_task(copy_out(process.stdout, b"o", writer)),
@@ -67,7 +92,7 @@ async def run(request, reader, writer):
     ]
     if stdin is not None:
         copies.append(asyncio.create_task(feed(process, base64.b64decode(stdin))))
-    ended = asyncio.create_task(process.wait())
+    ended = asyncio.create_task(exited(process))
     gone = asyncio.create_task(reader.read(1))
     try:
         await asyncio.wait(
@@ -86,6 +111,7 @@ async def run(request, reader, writer):
             kill_group(process)
         for task in (*copies, gone):
             task.cancel()
+        process._transport.close()  # its pipes too: what still writes to them gets SIGPIPE
 
 
 async def serve(reader, writer):

@@ -68,6 +68,7 @@ class Running:
             "command": command,
             "timeout_s": timeout_s,
             "stdin": None if stdin is None else base64.b64encode(stdin).decode(),
+            "line_buffered": True,
         }
         try:
             self._socket = socket.create_connection(("127.0.0.1", port), timeout=10)

@@ -8,12 +8,14 @@ import sys
 from pvrdma_lab import paths
 from pvrdma_lab.debian import HostPackages
 from pvrdma_lab.guest_image import GuestInitrd, GuestKernel, GuestRoot, find_guest
+from pvrdma_lab.host_image import HostExtension, HostInitrd, HostTree, TinyKernel
 from pvrdma_lab.python_env import Library, Virtualenv, find_library, find_venv
 from pvrdma_lab.qemu_tree import QemuTree, find_qemu
 from pvrdma_lab.steps import Step, StepError, run_step
 
 STEPS: tuple[Step, ...] = (
     HostPackages(), Library(), Virtualenv(), QemuTree(), GuestKernel(), GuestRoot(), GuestInitrd(),
+    HostTree(), HostInitrd(), HostExtension(), TinyKernel(),
 )  # fmt: skip
 # What a step needs of others, beside the machine itself.
 _NEEDS = {

@@ -212,6 +212,18 @@ class Guest:
                 raise self.error("boot", f"the agent does not answer after {timeout_s:.0f} s")
         return time.monotonic() - started
 
+    def wait_off(self, timeout_s: float = 30.0) -> None:
+        """Waits until QEMU has ended, as after poweroff -f in the guest.
+
+        Raises:
+            LabError: it still runs after `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.qemu_alive:
+            if time.monotonic() > deadline:
+                raise self.error("power off", f"QEMU still runs after {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+
     def reboot(self, timeout_s: float = BOOT_TIMEOUT_S) -> None:
         """Reboots the guest at once (no unmount, no module unload) and waits until it is up again."""
         self._mark_console()

@@ -15,7 +15,7 @@ from pvrdma_lab.steps import StepError, StepLog, remove_tree
 _PYPROJECT = paths.REPOSITORY / "pyproject.toml"
 _LIBRARY_SCRIPT = paths.REPOSITORY / "scripts" / "build-libvfio-user"
 # What the compiled extension is made of, besides the library.
-_EXTENSION_SOURCES = ("setup.py", "pvrdma_server/_vfu_build.py", "pvrdma_server/_watch.c")
+_EXTENSION_SOURCES = ("setup.py", "pvrdma_server/_vfu_build.py")
 
 
 def find_library() -> Path | None:
@@ -56,8 +56,8 @@ def _extension_key() -> str:
     return paths.key(str(find_library()), *contents)
 
 
-def _has_extension() -> bool:
-    return any((paths.REPOSITORY / "pvrdma_server").glob("_vfu.*.so"))
+def _extensions() -> list[Path]:
+    return list((paths.REPOSITORY / "pvrdma_server").glob("_vfu.*.so"))
 
 
 def find_venv() -> Path | None:
@@ -65,7 +65,7 @@ def find_venv() -> Path | None:
     stamp = _venv() / "complete"
     return (
         _venv()
-        if stamp.exists() and stamp.read_text() == _extension_key() and _has_extension()
+        if stamp.exists() and stamp.read_text() == _extension_key() and _extensions()
         else None
     )
 
@@ -91,6 +91,9 @@ class Virtualenv:
             log.run([sys.executable, "-m", "venv", venv])
             log.run([venv / "bin/pip", "install", "-q", *self._build_requirements()])
         stamp.unlink(missing_ok=True)
+        # The build keeps one that is newer than its source, though the library may be another.
+        for extension in _extensions():
+            extension.unlink()
         prefix = find_library()
         env = {"LIBVFIO_USER_PREFIX": str(prefix)} if prefix else {}
         # Without isolation: the build's own requirements are there already, and nothing is fetched twice.
@@ -99,7 +102,7 @@ class Virtualenv:
             env=env, advice="a compiler error stands above; a network error: check pip's index and run bootstrap again",
         )  # fmt: skip
         stamp.write_text(_extension_key())
-        if not _has_extension():
+        if not _extensions():
             raise StepError("pip installed the clone but compiled no pvrdma_server/_vfu.*.so")
 
     def _build_requirements(self) -> list[str]:
