@@ -1,0 +1,281 @@
+"""A queue pair: its state, its turns, and what its halves have in common.
+
+Contract: `SoftQp` is what the core holds. Its halves do the protocol (`requester` and `responder`
+for RC, `datagram` for UD and GSI); here are the states, the flush, the scheduling. A QP that is
+dead or reset calls its owner no more.
+
+Source: InfiniBand Architecture Specification vol. 1, 10.3.1 (states).
+"""
+
+from collections.abc import Callable, Sequence
+
+from pvrdma_server.abi.pvrdma_verbs import QpAttr, QpAttrMask
+from pvrdma_server.backend import Completion, QpInit, QpOwner
+from pvrdma_server.backend_soft import wire
+from pvrdma_server.backend_soft.carrier import Carrier
+from pvrdma_server.backend_soft.codes import (
+    ERR,
+    EVENT_COMM_EST,
+    EVENT_LAST_WQE,
+    EVENT_SQ_DRAINED,
+    GSI,
+    INIT,
+    RC,
+    RESET,
+    RTR,
+    RTS,
+    SQD,
+    SQE,
+    WC_RECV,
+    WR_FLUSH_ERR,
+)
+from pvrdma_server.backend_soft.context import Environment, QpContext, RecvQueue
+from pvrdma_server.backend_soft.datagram import GSI_QKEY, DatagramReceiver, DatagramSender
+from pvrdma_server.backend_soft.memory import SoftPd
+from pvrdma_server.backend_soft.requester import Requester
+from pvrdma_server.backend_soft.responder import Responder
+from pvrdma_server.backend_soft.srq import SoftSrq
+from pvrdma_server.backend_soft.wire import PSN_MASK, DatagramMessage, RcMessage
+
+_DEAD = -1
+_STATE = int(QpAttrMask.STATE)
+_HEARS = frozenset((RTR, RTS, SQD, SQE))
+_TIMEOUT_UNIT_NS = 4096
+_REQUESTS = frozenset((wire.SEND, wire.WRITE, wire.READ_REQUEST, wire.ATOMIC_REQUEST))
+
+
+class SoftQp:
+    """A queue pair of the embedded backend."""
+
+    __slots__ = (
+        "_comm_est",
+        "_ctx",
+        "_datagrams",
+        "_env",
+        "_flushing",
+        "_forget",
+        "_responder",
+        "_sender",
+        "_sqd_drained",
+        "_sqd_notify",
+        "_srq",
+        "qpn",
+        "scheduled",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        env: Environment,
+        pd: SoftPd,
+        owner: QpOwner,
+        init: QpInit,
+        srq: SoftSrq | None,
+        qpn: int,
+        forget: Callable[["SoftQp"], None],
+    ) -> None:
+        self.qpn = qpn
+        self.scheduled = False
+        rq = srq.queue if srq else RecvQueue(owner, pd)
+        self._env, self._srq, self._forget = env, srq, forget
+        self._ctx = ctx = QpContext(env, owner, pd, qpn, init, rq, self._fail, self._schedule)
+        self._sender: Requester | DatagramSender
+        self._responder: Responder | None = None
+        self._datagrams: DatagramReceiver | None = None
+        if init.qp_type == RC:
+            self._sender, self._responder = Requester(ctx), Responder(ctx)
+        else:
+            self._sender, self._datagrams = DatagramSender(ctx), DatagramReceiver(ctx)
+        self._comm_est = self._flushing = self._sqd_notify = self._sqd_drained = False
+
+    # -- what the core calls ----------------------------------------------------------------
+
+    def modify(self, attr: QpAttr, mask: int) -> None:
+        """Apply attributes; `attr` is the merged state."""
+        self._apply(attr)
+        if mask & _STATE:
+            self._enter(int(attr.qp_state), attr)
+
+    def query(self, attr: QpAttr) -> QpAttr:
+        """`attr` with the PSNs and the drain state as they are."""
+        ctx = self._ctx
+        draining = ctx.state == SQD and not self._sqd_drained
+        if self._responder is None:
+            return attr._replace(sq_draining=int(draining))
+        return attr._replace(
+            sq_psn=self._sender.psn & PSN_MASK,
+            rq_psn=self._responder.psn & PSN_MASK,
+            sq_draining=int(draining),
+        )
+
+    def send_doorbell(self) -> None:
+        """Sends may have been posted."""
+        if self._ctx.state >= RTS:
+            self._schedule()
+
+    def recv_doorbell(self) -> None:
+        """Receives may have been posted: only a QP in error looks at once, to flush them."""
+        if self._ctx.state == ERR:
+            self._schedule()
+
+    def destroy(self) -> None:
+        """Give everything back; the owner is not called again."""
+        if self._ctx.state != _DEAD:
+            self._last_words()
+            self._forget_work()
+            self._ctx.state = _DEAD
+            self._forget(self)
+
+    # -- what arrives -----------------------------------------------------------------------
+
+    def receive_rc(self, peer: Carrier, message: RcMessage, payload: Sequence[memoryview]) -> None:
+        """A message for a connected QP from whoever owns `peer`."""
+        ctx = self._ctx
+        responder, sender = self._responder, self._sender
+        if responder is None or ctx.state not in _HEARS:
+            self._env.counters.unknown_qp += 1
+        elif message.src_qpn != ctx.dest_qpn or self._env.port.route(ctx.dgid) is not peer:
+            self._env.counters.wrong_peer += 1
+        elif message.kind in _REQUESTS:
+            if not self._comm_est:
+                self._communication_established()
+            responder.request(message, payload)
+        elif ctx.state != RTR and isinstance(sender, Requester):
+            sender.response(message, payload)
+
+    def receive_datagram(self, message: DatagramMessage, payload: Sequence[memoryview]) -> None:
+        """A datagram whose GIDs were checked."""
+        if self._datagrams is None or self._ctx.state not in _HEARS:
+            self._env.counters.unknown_qp += 1
+        else:
+            self._datagrams.datagram(message, payload)
+
+    def _communication_established(self) -> None:
+        self._comm_est = True
+        if self._ctx.state == RTR:
+            self._ctx.owner.raise_event(EVENT_COMM_EST)
+
+    # -- turns ------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Take a turn: answer, send, flush; the bytes moved."""
+        ctx, env, sender = self._ctx, self._env, self._sender
+        chunks = env.config.turn_chunks
+        ctx.blocked_on = None
+        moved = 0
+        more = False
+        responses = self._responder.responses if self._responder else None
+        if responses or ctx.state >= RTS:
+            carrier = env.port.route(ctx.dgid) if responses is not None else None
+            if responses:
+                moved = responses.run(carrier, chunks)
+                more = responses.more
+            if ctx.blocked_on is None and RTS <= ctx.state <= SQD:
+                moved += sender.run(carrier, chunks)
+                more = more or sender.more
+            if ctx.state >= SQD:
+                more = self._wind_down() or more
+        if ctx.blocked_on is not None:
+            env.block(self, ctx.blocked_on)
+        if more:
+            self._schedule()
+        return moved
+
+    def _wind_down(self) -> bool:
+        # SQD, SQE or ERR: true when there is more to flush.
+        ctx = self._ctx
+        if ctx.state == SQD:
+            if self._sender.idle and not self._sqd_drained:
+                self._drained()
+            return False
+        limit = self._env.config.turn_flush
+        if self._sender.flush(limit) == limit:
+            return True
+        return ctx.state == ERR and self._flush_recv(limit)
+
+    def _drained(self) -> None:
+        owner = self._ctx.owner
+        self._sqd_drained = True
+        owner.state_changed(SQD)
+        if self._sqd_notify:
+            owner.raise_event(EVENT_SQ_DRAINED)
+
+    def _flush_recv(self, limit: int) -> bool:
+        ctx = self._ctx
+        if self._responder is not None:
+            self._responder.flush_current()
+        if self._srq is not None:
+            if self._flushing and ctx.state == ERR:
+                self._flushing = False
+                ctx.owner.raise_event(EVENT_LAST_WQE)
+            return False
+        while limit and ctx.state == ERR and (wr := ctx.rq.take()) is not None:
+            ctx.owner.complete_recv(Completion(wr.wr_id, WR_FLUSH_ERR, WC_RECV), solicited=True)
+            limit -= 1
+        return not limit
+
+    def _schedule(self) -> None:
+        if self._ctx.state > INIT:
+            self._env.schedule(self)
+
+    # -- states -----------------------------------------------------------------------------
+
+    def _apply(self, attr: QpAttr) -> None:
+        ctx = self._ctx
+        gsi = ctx.init.qp_type == GSI
+        ctx.dest_qpn, ctx.dgid = attr.dest_qp_num, bytes(attr.ah_attr.grh.dgid)
+        ctx.qkey = GSI_QKEY if gsi else attr.qkey
+        ctx.access = attr.qp_access_flags
+        ctx.timeout_ns = 0
+        if attr.timeout & 31:
+            floor = self._env.config.min_ack_timeout_ns
+            ctx.timeout_ns = max(_TIMEOUT_UNIT_NS << (attr.timeout & 31), floor)
+        ctx.retry_cnt, ctx.rnr_retry = attr.retry_cnt & 7, attr.rnr_retry & 7
+        ctx.min_rnr_timer = attr.min_rnr_timer & 31
+        ctx.max_rd_atomic = min(attr.max_rd_atomic, self._env.config.max_qp_rd_atom)
+        ctx.max_dest_rd_atomic = min(attr.max_dest_rd_atomic, self._env.config.max_qp_rd_atom)
+        self._sqd_notify = bool(attr.en_sqd_async_notify)
+
+    def _enter(self, state: int, attr: QpAttr) -> None:
+        ctx = self._ctx
+        previous, ctx.state = ctx.state, state
+        if state == RESET:
+            self._forget_work()
+        elif state == RTR and previous != RTR:
+            self._comm_est = False
+            if self._responder is not None:
+                self._responder.reset(attr.rq_psn)
+        elif state == RTS and previous == RTR:
+            self._sender.reset(attr.sq_psn)
+        elif state == SQD and previous != SQD:
+            self._sqd_drained = False
+        elif state == ERR and previous != ERR:
+            self._last_words()
+            self._flushing = True
+        self._schedule()
+
+    def _fail(self, state: int, event: int | None) -> None:
+        ctx = self._ctx
+        if ctx.state in (_DEAD, RESET, ERR, state):
+            return
+        ctx.state = state
+        self._flushing = state == ERR
+        ctx.owner.state_changed(state)
+        if event is not None and ctx.state == state:
+            ctx.owner.raise_event(event)
+        self._schedule()
+
+    def _last_words(self) -> None:
+        # What was received was completed, so its sender should hear of it if there is room now.
+        if self._responder is not None:
+            if self._responder.responses:
+                carrier = self._env.port.route(self._ctx.dgid)
+                self._responder.responses.run_short(carrier)
+            self._responder.responses.clear()
+
+    def _forget_work(self) -> None:
+        self._sender.reset(0)
+        if self._responder is not None:
+            self._responder.reset(0)
+        if self._srq is None:
+            self._ctx.rq.spare = None
+        self._flushing = False
