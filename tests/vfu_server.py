@@ -72,6 +72,7 @@ class RecordingDevice:
         self.events.put(("reset", reason))
 
     def bus_master_changed(self, enabled: bool) -> None:
+        self._fail()
         self.events.put(("bus_master", enabled))
 
 
@@ -95,9 +96,8 @@ class Server:
             ),
         )
         options.setdefault("socket_path", path)
-        self.context = VfioUserContext(
-            self.device, identity=IDENTITY, bars=bars, logger=self.log, **options
-        )
+        options.setdefault("bars", bars)
+        self.context = VfioUserContext(self.device, identity=IDENTITY, logger=self.log, **options)
         self.error: BaseException | None = None
         self._scope = trio.CancelScope()
         self._ready = threading.Event()

@@ -198,7 +198,15 @@ class VfuDevice:
                 raise TransportError(f"libvfio-user: {os.strerror(error)}")
             self.connected = False
         elif self._config.bus_master != self._bus_master:
-            self._tell_bus_master(self._config.bus_master)
+            try:
+                self._tell_bus_master(self._config.bus_master)
+            except BaseException as bug:  # as in a callback
+                self.fail(bug)
+
+    def fail(self, bug: BaseException) -> None:
+        """Keep the first exception of the model for the caller of `run`."""
+        self._counters.callback_errors += 1
+        self.failure = self.failure or bug
 
     def _tell_bus_master(self, enabled: bool) -> None:
         self._bus_master = enabled
@@ -307,9 +315,8 @@ def _on_error(
 ) -> None:
     # cffi's documented way to the callback's arguments.
     device = _devices.get(trace.tb_frame.f_locals.get("ctx")) if trace else None
-    if device is not None and device.failure is None:
-        device.failure = value
-        device._counters.callback_errors += 1
+    if device is not None:
+        device.fail(value)
     ffi.errno = errno.EIO  # the library replies errno, and 0 would read as success
 
 
