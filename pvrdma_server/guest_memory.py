@@ -51,6 +51,8 @@ class GuestMemory:
     ) -> None:
         """Map [iova, iova + length). `view` is None for what is not RAM (no file descriptor behind it).
 
+        Ranges that are not whole pages are kept, but are not RAM either.
+
         Raises:
             BadGuestAddress: it overlaps a region, or there are too many.
         """
@@ -63,8 +65,10 @@ class GuestMemory:
             raise BadGuestAddress(iova, length, "overlaps the region below")
         if index < len(self._starts) and self._starts[index] < iova + length:
             raise BadGuestAddress(iova, length, "overlaps the region above")
+        # A page that two regions share could not be seen as one view, so such a region is no RAM to us.
+        usable = view if not (iova | length) & (PAGE_SIZE - 1) else None
         self._starts.insert(index, iova)
-        self._regions.insert(index, DmaRegion(iova, length, view, writable))
+        self._regions.insert(index, DmaRegion(iova, length, usable, writable))
 
     def remove_region(self, iova: int, length: int) -> bool:
         """Unmap the region that starts at `iova`; drop every view into it. False when there is none."""
@@ -99,7 +103,7 @@ class GuestMemory:
         while position < end:
             region = self._region_at(position, address, length)
             if region.view is None:
-                raise BadGuestAddress(address, length, "not RAM (mapped without a file descriptor)")
+                raise BadGuestAddress(address, length, "not RAM (no file descriptor, or not pages)")
             if writable and not region.writable:
                 raise BadGuestAddress(address, length, "read-only memory")
             offset = position - region.iova
