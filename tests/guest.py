@@ -9,7 +9,7 @@
     assert qp.send_cq.wait_one().status == WcStatus.SUCCESS
 
 `guest_ram` is memory, page directories and ring arithmetic; `guest_driver` probe, commands and interrupts;
-`guest_verbs` PDs, regions and CQs; `guest_qp` queue pairs; `guest_machine` a device in this process. Any other `Bus`
+`guest_verbs` PDs, regions and CQs; `guest_qp` and `guest_srq` queues; `guest_machine` a device in this process. Any other `Bus`
 (tests/vfu_client.py's, over a socket) carries the same driver.
 """
 
@@ -24,14 +24,12 @@ from guest_qp import (
     UD_INIT,
     UD_RTR,
     UD_RTS,
-    Ah,
     Qp,
-    QueueFull,
-    Srq,
     connect,
     create_qp,
 )
 from guest_ram import INVALID_IDX, PAGE, GuestRam, PageDir, RingWords, idx_inc, idx_valid
+from guest_srq import Ah, QueueFull, Srq
 from guest_verbs import ALL_ACCESS, Buffer, Context, Cq, Frmr, Kernel, Mr, Pd, Remote, UserProcess
 
 __all__ = [
