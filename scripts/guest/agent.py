@@ -83,7 +83,7 @@ async def run(request, reader, writer):
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
-        cwd="/root",
+        cwd=os.environ.get("HOME", "/"),
         env={**os.environ, **(LINE_BUFFERED if request.get("line_buffered") else {})},
     )  # fmt: skip
     copies = [
