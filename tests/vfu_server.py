@@ -91,7 +91,7 @@ class Server:
                 2,
                 BAR2_SIZE,
                 self.bar2_fd,
-                (MmapArea(PAGE, 2 * PAGE), MmapArea(BAR2_SIZE - PAGE, PAGE)),
+                (MmapArea(PAGE, BAR2_SIZE - PAGE),),
                 is_64bit=False,
             ),
         )

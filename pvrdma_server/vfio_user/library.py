@@ -141,8 +141,9 @@ class VfuDevice:
         index = bar.index
         if not 0 <= index < _MAX_BARS or index in self._regions:
             raise TransportError(f"BAR {index} does not exist or is taken")
-        if (bar.fd is None) != (not bar.mmap_areas):
-            raise TransportError(f"BAR {index}: a descriptor and areas to map go together")
+        # libvfio-user sends the descriptor once per area; QEMU 11.1 accepts one per region and breaks off otherwise.
+        if len(bar.mmap_areas) != (bar.fd is not None):
+            raise TransportError(f"BAR {index}: one area to map with a descriptor, none without")
         areas = ffi.new("struct iovec[]", len(bar.mmap_areas))
         for area, (offset, length) in zip(areas, bar.mmap_areas, strict=True):
             area.iov_base, area.iov_len = ffi.cast("void *", offset), length

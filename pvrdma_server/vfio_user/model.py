@@ -32,7 +32,11 @@ class MmapArea(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A memory BAR of a power-of-two size in bytes; `fd` (yours) backs the `mmap_areas` at the same offsets."""
+    """A memory BAR of a power-of-two size in bytes.
+
+    `fd` (it stays yours) backs the `mmap_areas` at the same offsets. One area at most: QEMU accepts one descriptor per
+    region, and libvfio-user sends one per area.
+    """
 
     index: int  # type: ignore[assignment]
     size: int
