@@ -59,19 +59,19 @@ def kill_group(process):
 
 async def exited(process):
     """Waits for the process itself; Process.wait() also waits for whoever else holds its pipes."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    fd = os.pidfd_open(process.pid)
-    loop.add_reader(fd, ended.set)
-    try:
-        await ended.wait()
-        while (
-            process.returncode is None
-        ):  # asyncio learns of it in this or the next round of its loop
-            await asyncio.sleep(0)
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
+    with suppress(ProcessLookupError):  # asyncio has reaped it already
+        fd = os.pidfd_open(process.pid)
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(fd, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(fd)
+            os.close(fd)
+    # asyncio learns of it in this or the next round of its loop
+    while process.returncode is None:
+        await asyncio.sleep(0)
 
 
 async def run(request, reader, writer):

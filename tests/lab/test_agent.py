@@ -17,7 +17,7 @@ def port() -> Iterator[int]:
     chosen = free_port()
     argv = [
         sys.executable,
-        paths.GUEST_FILES / "agent.py",
+        str(paths.GUEST_FILES / "agent.py"),
         "--address",
         "127.0.0.1",
         "--port",
@@ -80,9 +80,9 @@ def test_lines_come_as_they_are_written(port: int) -> None:
 
 
 def test_wait_for_says_what_came_instead(port: int) -> None:
-    with Running(port, "echo something; exit 4", None, None) as running:
-        with pytest.raises(TimeoutError, match=r"ended with 4:\nsomething"):
-            running.wait_for("another", 10)
+    expected = pytest.raises(TimeoutError, match=r"ended with 4:\nsomething")
+    with Running(port, "echo something; exit 4", None, None) as running, expected:
+        running.wait_for("another", 10)
 
 
 def test_wait_times_out_and_the_command_goes_on(port: int) -> None:
