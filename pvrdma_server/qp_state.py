@@ -19,10 +19,10 @@ class Rule(NamedTuple):
     optional: int
 
 
-_ANY_TIME: Final = M.STATE | M.CUR_STATE
 _NOTHING: Final = Rule(0, 0)
 _ALT: Final = M.ALT_PATH
-_RC_RTS: Final = M.ACCESS_FLAGS | M.ALT_PATH | M.MIN_RNR_TIMER | M.PATH_MIG_STATE
+_RC_RTS: Final = M.CUR_STATE | M.ACCESS_FLAGS | M.ALT_PATH | M.MIN_RNR_TIMER | M.PATH_MIG_STATE
+_UD_RTS: Final = M.CUR_STATE | M.QKEY
 
 # (from, to) -> (rule for RC, rule for UD and GSI). Any state may go to RESET, and any but RESET
 # to ERR, without attributes.
@@ -44,11 +44,11 @@ TRANSITIONS: Final[dict[tuple[int, int], tuple[Rule, Rule]]] = {
     ),
     (S.RTR, S.RTS): (
         Rule(M.TIMEOUT | M.RETRY_CNT | M.RNR_RETRY | M.SQ_PSN | M.MAX_QP_RD_ATOMIC, _RC_RTS),
-        Rule(M.SQ_PSN, M.QKEY),
+        Rule(M.SQ_PSN, _UD_RTS),
     ),
-    (S.RTS, S.RTS): (Rule(0, _RC_RTS), Rule(0, M.QKEY)),
+    (S.RTS, S.RTS): (Rule(0, _RC_RTS), Rule(0, _UD_RTS)),
     (S.RTS, S.SQD): (Rule(0, M.EN_SQD_ASYNC_NOTIFY), Rule(0, M.EN_SQD_ASYNC_NOTIFY)),
-    (S.SQD, S.RTS): (Rule(0, _RC_RTS), Rule(0, M.QKEY)),
+    (S.SQD, S.RTS): (Rule(0, _RC_RTS), Rule(0, _UD_RTS)),
     (S.SQD, S.SQD): (
         Rule(
             0,
@@ -67,7 +67,7 @@ TRANSITIONS: Final[dict[tuple[int, int], tuple[Rule, Rule]]] = {
         ),
         Rule(0, M.PKEY_INDEX | M.QKEY),
     ),
-    (S.SQE, S.RTS): (Rule(0, M.ACCESS_FLAGS), Rule(0, M.QKEY)),
+    (S.SQE, S.RTS): (Rule(0, M.CUR_STATE | M.ACCESS_FLAGS), Rule(0, _UD_RTS)),
 }
 
 
@@ -92,5 +92,6 @@ def refusal(qp_type: int, current: int, target: int, mask: int) -> str | None:
         missing &= ~M.PORT  # ib_mad does not name the port: a GSI queue pair was created on it
     if missing:
         return f"state {current} to {target} needs attributes {missing:#x} too"
-    extra = mask & ~(rule.required | rule.optional | _ANY_TIME)
+    # int: the complement of an IntFlag has its known bits only, and unknown ones must be refused too.
+    extra = mask & ~int(rule.required | rule.optional | M.STATE)
     return f"state {current} to {target} does not take attributes {extra:#x}" if extra else None

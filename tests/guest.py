@@ -9,8 +9,8 @@
     assert qp.send_cq.wait_one().status == WcStatus.SUCCESS
 
 `guest_ram` is memory, page directories and ring arithmetic; `guest_driver` probe, commands and interrupts;
-`guest_verbs` PDs, regions and CQs; `guest_qp` and `guest_srq` queues; `guest_machine` a device in this process. Any other `Bus`
-(tests/vfu_client.py's, over a socket) carries the same driver.
+`guest_verbs` PDs, regions and CQs; `guest_qp` and `guest_srq` queues; `guest_machine` a device in this process. Any
+other `Bus` (tests/vfu_client.py's, over a socket) carries the same driver.
 """
 
 from guest_driver import Bus, CommandFailed, CommandTimeout, Driver, Nothing, ProbeError
