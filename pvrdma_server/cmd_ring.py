@@ -272,7 +272,8 @@ def _create_srq(adapter: Adapter, req: api.CmdCreateSrq) -> api.CmdCreateSrqResp
 
 def _modify_srq(adapter: Adapter, req: api.CmdModifySrq) -> None:
     srq = adapter.resources.srqs.get_untrusted(req.srq_handle)
-    if req.attr_mask & ~SrqAttrMask.LIMIT:
+    # int: the complement of an IntFlag has its known bits only.
+    if req.attr_mask & ~int(SrqAttrMask.LIMIT):
         raise CommandError(errno.EOPNOTSUPP, f"SRQ attributes {req.attr_mask:#x}")
     if req.attr_mask & SrqAttrMask.LIMIT:
         if req.attrs.srq_limit > srq.max_wr:
