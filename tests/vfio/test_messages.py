@@ -5,7 +5,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import vfu_client
@@ -211,7 +211,7 @@ def test_any_messages_leave_a_server_that_works(
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> "object":
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(str(tmp_path_factory.mktemp("fuzz") / "vm.sock"))
-    yield server  # type: ignore[misc]
+    yield server
     server.stop()
