@@ -13,6 +13,7 @@ class DeviceConfig(NamedTuple):
 
     Attributes:
         roce_version: 1 or 2. The driver refuses a device that offers both.
+        mapped_doorbells: doorbell pages of processes are memory, and their rings are watched; needs a watcher.
         max_uar: doorbell pages, a power of two: one for the kernel, one per process that opens the device.
         max_qp: at most 65535, for rdma-core sizes its table by the low 16 bits.
         max_cq: at most 512 without risk of more notifications than the ring holds (two per CQ).
@@ -20,6 +21,7 @@ class DeviceConfig(NamedTuple):
     """
 
     roce_version: int = 2
+    mapped_doorbells: bool = False
     max_uar: int = 256
     max_qp: int = 4096
     max_qp_wr: int = 16384

@@ -36,6 +36,7 @@ class Adapter(NamedTuple):
     max_uar: int
     uar_pfn: int
     version: int
+    moderated: bool
 
 
 class RefusedResponse(NamedTuple):

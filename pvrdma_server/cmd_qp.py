@@ -51,7 +51,7 @@ def create_qp(
         qp_type=req.qp_type, pd=pd, send_cq=send_cq, recv_cq=recv_cq, srq=srq,
         queues=queues, attr=_NO_ATTR._replace(cap=cap), memory=adapter.memory, hooks=adapter.hooks,
     )  # fmt: skip
-    qp.backend = adapter.backend.create_qp(pd.backend, qp, init, srq.backend if srq else None)
+    qp.start(adapter.backend.create_qp(pd.backend, qp, init, srq.backend if srq else None))
     try:
         # Before version 20 the guest knows one number only: its handle must be the QPN.
         separate = adapter.version >= api.QPHANDLE_VERSION
@@ -111,6 +111,7 @@ def modify_qp(adapter: Adapter, req: api.CmdModifyQp) -> RefusedResponse | None:
     except BackendError:
         qp.attr = before
         raise
+    qp.look_again()
     return None
 
 

@@ -242,7 +242,9 @@ def _create_cq(adapter: Adapter, req: api.CmdCreateCq) -> api.CmdCreateCqResp:
         ring = ProducerRing(
             queue_pages(adapter, req.pdir_dma, pages), RX_STATE_OFFSET, 1, CQE_SIZE, cqe
         )
-        adapter.resources.cqs.put(handle, Cq(handle, ctx, ring, adapter.hooks))
+        moderated = adapter.moderated and ctx is not None
+        cq = Cq(handle, ctx, ring, adapter.hooks, moderated)
+        adapter.resources.cqs.put(handle, cq)
     return api.CmdCreateCqResp(cq_handle=handle, cqe=cqe)
 
 
@@ -265,7 +267,7 @@ def _create_srq(adapter: Adapter, req: api.CmdCreateSrq) -> api.CmdCreateSrqResp
         )
         receiver = Receiver(ring, max_sge, adapter.hooks, f"srq {handle}")
         srq = Srq(handle, pd, receiver, adapter.hooks, max_wr, max_sge, req.attrs.srq_limit)
-        srq.backend = adapter.backend.create_srq(pd.backend, srq, max_wr=max_wr, max_sge=max_sge)
+        srq.start(adapter.backend.create_srq(pd.backend, srq, max_wr=max_wr, max_sge=max_sge))
         adapter.resources.srqs.put(handle, srq)
     return api.CmdCreateSrqResp(handle)
 

@@ -10,6 +10,7 @@ Source: drivers/infiniband/hw/vmw_pvrdma/pvrdma_main.c (pvrdma_pci_probe, pvrdma
 
 import errno
 from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, NamedTuple, Protocol
@@ -27,7 +28,8 @@ from pvrdma_server.errors import BadGuestAddress, BadHandle, CommandError, Guest
 from pvrdma_server.guest_memory import PAGE_SIZE, GuestMemory, GuestPages, walk_pdir_untrusted
 from pvrdma_server.objects import Armed, Cq, UserContext
 from pvrdma_server.resources import Resources, TableSizes
-from pvrdma_server.rings import RX_STATE_OFFSET, ProducerRing, entries_per
+from pvrdma_server.rings import RX_STATE_OFFSET, ConsumerRing, ProducerRing, entries_per
+from pvrdma_server.watches import Moderator, RingWatch, RingWatches
 
 # The driver makes rings of 4 pages. Stops a guest from having us walk and hold long directories for nothing.
 MAX_DEVICE_RING_PAGES: Final = 64
@@ -80,10 +82,14 @@ class DeviceCounters:
 
 
 class PvrdmaDevice:
-    """One PVRDMA device. Implements `resources.DeviceHooks`."""
+    """One PVRDMA device. Implements `objects.DeviceHooks`."""
 
     def __init__(
-        self, backend: RdmaBackend, interrupts: InterruptSink, config: DeviceConfig
+        self,
+        backend: RdmaBackend,
+        interrupts: InterruptSink,
+        config: DeviceConfig,
+        watch: RingWatch | None = None,
     ) -> None:
         self.memory = GuestMemory()
         self.backend = backend
@@ -108,6 +114,8 @@ class PvrdmaDevice:
         self._waiting_cqs: deque[int] = deque()
         self._work_missed = False
         self._warned: set[tuple[str, str]] = set()
+        self._watches = RingWatches(watch) if watch is not None else None
+        self._moderator = Moderator(self.cq_notify)
         backend.attach(self.memory)
 
     def _new_resources(self) -> Resources:
@@ -204,14 +212,15 @@ class PvrdmaDevice:
             async_ring=self._device_ring(dsr.async_ring_pages, api.EQE.size),
             cq_ring=self._device_ring(dsr.cq_ring_pages, api.CQNE.size),
             adapter=Adapter(
-                self.resources,
-                self.memory,
-                self.backend,
-                self,
-                self.caps,
-                self.config.max_uar,
-                uar_pfn,
-                version,
+                resources=self.resources,
+                memory=self.memory,
+                backend=self.backend,
+                hooks=self,
+                caps=self.caps,
+                max_uar=self.config.max_uar,
+                uar_pfn=uar_pfn,
+                version=version,
+                moderated=self._watches is not None,
             ),
         )
         # The driver reads the capabilities from memory right after this register write, with no read in between.
@@ -302,6 +311,8 @@ class PvrdmaDevice:
         for cq in self.resources.cqs:
             if cq.backlog:
                 cq.memory_returned()
+        if self._watches is not None:
+            self._watches.memory_came()
         if self._work_missed:
             self.look_at_rings()
         self._settle()
@@ -309,6 +320,8 @@ class PvrdmaDevice:
     def dma_unmap(self, iova: int, length: int) -> None:
         """The client unmaps guest memory; nobody touches it once this returns."""
         self.memory.remove_region(iova, length)
+        if self._watches is not None:
+            self._watches.memory_left()
 
     # --- work ------------------------------------------------------------------------------------------------------
 
@@ -326,6 +339,22 @@ class PvrdmaDevice:
         for qp in self.resources.qps:
             qp.backend.recv_doorbell()
             qp.backend.send_doorbell()
+        self._settle()
+
+    def rings_fired(self, tokens: Iterable[int]) -> bool:
+        """Watched rings have entries: start their work; true when more is ready now."""
+        if self._watches is not None:
+            self._watches.fired(tokens)
+        return self.progress(INLINE_BUDGET)
+
+    @property
+    def wants_moderation(self) -> bool:
+        """Whether `moderate` is to be called in a while."""
+        return self._moderator.pending
+
+    def moderate(self) -> None:
+        """Notify the CQs whose completions nobody has looked at since the last call."""
+        self._moderator.moderate()
         self._settle()
 
     @property
@@ -346,22 +375,23 @@ class PvrdmaDevice:
         self._err = self._icr = self._imr = 0
         self._pending_vectors.clear()
         self._failed_cqs.clear()
+        self._moderator.forget()
         self._waiting_events.clear()
         self._waiting_cqs.clear()
         self._work_missed = False
 
-    # --- resources.DeviceHooks -------------------------------------------------------------------------------------
+    # --- objects.DeviceHooks -------------------------------------------------------------------------------------
 
     def cq_notify(self, cq: Cq) -> None:
-        """See `resources.DeviceHooks`."""
+        """See `objects.DeviceHooks`."""
         self._waiting_cqs.append(cq.handle)
 
     def cq_failed(self, cq: Cq) -> None:
-        """See `resources.DeviceHooks`."""
+        """See `objects.DeviceHooks`."""
         self._failed_cqs.append(cq)
 
     def async_event(self, event: int, info: int) -> None:
-        """See `resources.DeviceHooks`."""
+        """See `objects.DeviceHooks`."""
         self.counters.async_events += 1
         if len(self._waiting_events) >= MAX_WAITING:
             self.counters.events_dropped += 1
@@ -369,7 +399,7 @@ class PvrdmaDevice:
             self._waiting_events.append(api.EQE.pack(api.Eqe(int(event), info)))
 
     def guest_error(self, what: str, error: GuestError) -> None:
-        """See `resources.DeviceHooks`."""
+        """See `objects.DeviceHooks`."""
         self.counters.guest_errors[error.kind] += 1
         key = (what, error.kind)
         if key not in self._warned and len(self._warned) < MAX_GUEST_WARNINGS:
@@ -378,8 +408,27 @@ class PvrdmaDevice:
                 "guest_error", what=what, kind=error.kind, error=str(error), once=True
             )
 
+    def watch(self, ring: ConsumerRing, bell: Callable[[], None]) -> None:
+        """See `objects.DeviceHooks`."""
+        if self._watches is not None:
+            self._watches.add(ring, bell)
+
+    def unwatch(self, ring: ConsumerRing) -> None:
+        """See `objects.DeviceHooks`."""
+        if self._watches is not None:
+            self._watches.remove(ring)
+
+    def ring_drained(self, token: int) -> None:
+        """See `objects.DeviceHooks`."""
+        if self._watches is not None:
+            self._watches.rearm(token)
+
+    def cq_published(self, cq: Cq) -> None:
+        """See `objects.DeviceHooks`."""
+        self._moderator.published(cq)
+
     def work_missed(self) -> None:
-        """See `resources.DeviceHooks`."""
+        """See `objects.DeviceHooks`."""
         self._work_missed = True
 
     # --- interrupts ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ order body, index, notification, and nothing once it is destroyed or failed.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -48,6 +49,18 @@ class DeviceHooks(Protocol):
 
     def guest_error(self, what: str, error: GuestError) -> None:
         """Count and, the first time, log an illegal act of the guest."""
+
+    def watch(self, ring: ConsumerRing, bell: Callable[[], None]) -> None:
+        """A process's ring came to life; where its doorbells are not heard, `bell` is called for its entries."""
+
+    def unwatch(self, ring: ConsumerRing) -> None:
+        """The ring of `watch` is no more."""
+
+    def ring_drained(self, token: int) -> None:
+        """A watched ring was found empty (or may have work again): its next entry must be noticed."""
+
+    def cq_published(self, cq: "Cq") -> None:
+        """A moderated CQ has a new completion."""
 
     def work_missed(self) -> None:
         """A ring's memory is unmapped at the moment: look at the rings again when memory returns."""
@@ -97,7 +110,7 @@ class Armed(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Cq:
-    """A completion queue: publishes completions, and notifies once per arm.
+    """A completion queue: publishes completions, and notifies once per arm, or by moderation (see watches.py).
 
     `backlog` holds completions for the moments in which the client has the ring's memory unmapped.
     """
@@ -106,6 +119,8 @@ class Cq:
     ctx: UserContext | None
     ring: ProducerRing
     hooks: DeviceHooks
+    moderated: bool = False
+    notified_head: int | None = None
     armed: int = Armed.NO
     failed: bool = False
     backlog: deque[tuple[bytes, bool]] = field(default_factory=deque)
@@ -122,7 +137,9 @@ class Cq:
             if len(self.backlog) > self.ring.capacity:
                 self._fail()
             return
-        if self.armed and (solicited or self.armed == Armed.NEXT):
+        if self.moderated:
+            self.hooks.cq_published(self)
+        elif self.armed and (solicited or self.armed == Armed.NEXT):
             self.armed = Armed.NO
             self.hooks.cq_notify(self)
 
@@ -153,12 +170,16 @@ class Cq:
 def pop_or_report(ring: ConsumerRing, hooks: DeviceHooks, what: str) -> bytes | None:
     """The next entry of a ring; None when there is none, or none to be had, which is then reported."""
     try:
-        return ring.pop_untrusted()
+        entry = ring.pop_untrusted()
     except BadGuestAddress:
         hooks.work_missed()
+        return None
     except BadRingIndex as e:
         hooks.guest_error(what, e)
-    return None
+        return None
+    if entry is None and ring.watch_token is not None:
+        hooks.ring_drained(ring.watch_token)
+    return entry
 
 
 class Receiver:
@@ -203,6 +224,17 @@ class Srq:
     max_sge: int
     limit: int = 0
     backend: BackendSrq = field(init=False)
+
+    def start(self, backend: BackendSrq) -> None:
+        """Take the backend's half; receives are taken from now on."""
+        self.backend = backend
+        if self.pd.ctx is not None:
+            self.hooks.watch(self.receiver.ring, backend.recv_doorbell)
+
+    def destroy(self) -> None:
+        """Stop; no receive is taken once this returns."""
+        self.hooks.unwatch(self.receiver.ring)
+        self.backend.destroy()
 
     def pop_recv(self) -> RecvWr | None:
         """Take the next posted receive; raises SRQ_LIMIT_REACHED once when fewer than `limit` are left."""
@@ -320,13 +352,33 @@ class Qp:
         if not self.destroyed:
             self._hooks.async_event(event, self.handle)
 
+    def start(self, backend: BackendQp) -> None:
+        """Take the backend's half; work is offered from now on."""
+        self.backend = backend
+        if self.pd.ctx is not None:
+            self._hooks.watch(self.sq, backend.send_doorbell)
+            if self._receiver is not None:
+                self._hooks.watch(self._receiver.ring, backend.recv_doorbell)
+
+    def look_again(self) -> None:
+        """What lies in the rings may be wanted now, after a change of state."""
+        for ring in self._rings():
+            if ring.watch_token is not None:
+                self._hooks.ring_drained(ring.watch_token)
+
+    def _rings(self) -> list[ConsumerRing]:
+        return [self.sq, self._receiver.ring] if self._receiver else [self.sq]
+
     def to_error(self) -> None:
         """Move to ERR on the device's own account and flush."""
         if not self.destroyed and self.state not in (QpState.RESET, QpState.ERR):
             self.state_changed(QpState.ERR)
             self.backend.modify(self.attr, 1)
+            self.look_again()
 
     def destroy(self) -> None:
         """Stop; nothing is published for this queue pair once this returns."""
         self.destroyed = True
+        for ring in self._rings():
+            self._hooks.unwatch(ring)
         self.backend.destroy()

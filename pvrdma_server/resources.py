@@ -125,7 +125,7 @@ class Resources:
         """Destroy an SRQ and the queue pairs that receive from it. Raises BadHandle."""
         srq = self.srqs.pop_untrusted(handle)
         self._destroy_qps(lambda qp: qp.srq is srq)
-        srq.backend.destroy()
+        srq.destroy()
 
     def destroy_cq(self, handle: int) -> None:
         """Destroy a CQ and the queue pairs that complete into it. Raises BadHandle."""

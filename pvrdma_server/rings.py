@@ -28,6 +28,10 @@ def _trailing_ones(value: int) -> int:
 class Ring:
     """The shared half of both kinds of ring.
 
+    Attributes:
+        seen_head: `cons_head` as it was when the indices were last read.
+        watch_token: who watches this ring, if it is watched instead of announced by doorbells.
+
     Args:
         pages: the object's pages; the ring state is in page 0.
         state_offset: byte offset of {prod_tail, cons_head} in page 0: `TX_STATE_OFFSET` or `RX_STATE_OFFSET`.
@@ -43,10 +47,13 @@ class Ring:
         "_index_mask",
         "_pages",
         "_slot_mask",
+        "_state_offset",
         "_tail",
         "_words",
         "capacity",
         "entry_size",
+        "seen_head",
+        "watch_token",
     )
 
     def __init__(
@@ -60,8 +67,25 @@ class Ring:
         self.capacity = self._slot_mask + 1
         self._tail = state_offset // 4
         self._head = self._tail + 1
+        self._state_offset = state_offset
         self._words = pages.page_untrusted(0).cast("I")
         self._generation = pages.generation
+        self.seen_head = 0
+        self.watch_token: int | None = None
+
+    @property
+    def stale(self) -> bool:
+        """Whether the ring's memory was unmapped since it was last used."""
+        return self._generation != self._pages.generation
+
+    def state_untrusted(self) -> memoryview:
+        """The 8 bytes {prod_tail, cons_head}. Raises BadGuestAddress while they are not mapped."""
+        state = self._pages.page_untrusted(0)[self._state_offset : self._state_offset + 8]
+        self._generation, self._words = (
+            self._pages.generation,
+            self._pages.page_untrusted(0).cast("I"),
+        )
+        return state
 
     def _indices_untrusted(self) -> tuple[int, int, int]:
         """(prod_tail, cons_head, entries between them).
@@ -76,6 +100,7 @@ class Ring:
         words, mask = self._words, self._index_mask
         tail, head = words[self._tail], words[self._head]
         used = (tail - head) & mask
+        self.seen_head = head
         if (tail | head) & ~mask or used > self.capacity:
             raise BadRingIndex(
                 f"prod_tail {tail:#x} cons_head {head:#x} in a ring of {self.capacity}"

@@ -114,7 +114,7 @@ class Server:
         """See `vfio_user.DeviceModel`."""
         self._regions.bar_write(bar, offset, data)
 
-    def dma_map(self, iova: int, length: int, view: memoryview | None, writable: bool) -> None:
+    def dma_map(self, iova: int, length: int, view: memoryview | None, *, writable: bool) -> None:
         """See `vfio_user.DeviceModel`."""
         self.device.dma_map(iova, length, view, writable=writable)
 

@@ -17,6 +17,7 @@ LEVELS = [
     {"cmd_base"},
     {"cmd_qp"},
     {"cmd_ring"},
+    {"watches"},
     {"device"},
     {"regions"},
     {"vfio_user", "backend_ibv", "backend_soft", "mad_relay", "gid_sync", "status", "metrics"},

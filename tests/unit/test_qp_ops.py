@@ -21,7 +21,7 @@ from pvrdma_server.backend import (
     Rdma,
     SendWr,
     Ud,
-    type_arm,
+    Arm,
 )
 from pvrdma_server.errors import BadWqe
 from pvrdma_server.guest_memory import GuestMemory
@@ -142,7 +142,7 @@ IMM = "a1b2c3d4"
     ],
     ids=lambda v: v.name if isinstance(v, WrOpcode) else "",
 )
-def test_entry_from_bytes(opcode: int, union: str, ex: str, arm: type_arm) -> None:
+def test_entry_from_bytes(opcode: int, union: str, ex: str, arm: Arm) -> None:
     flags = SendFlags.SIGNALED | SendFlags.FENCE
     got = parse(wqe(opcode, union, num_sge=1, flags=flags, ex=ex), KERNEL_RC)
     assert got == SendWr(WR_ID, opcode, flags, True, bytes.fromhex(ex), (SGE,), arm)
