@@ -82,7 +82,11 @@ class DeviceCounters:
 
 
 class PvrdmaDevice:
-    """One PVRDMA device. Implements `objects.DeviceHooks`."""
+    """One PVRDMA device. Implements `objects.DeviceHooks`.
+
+    Attributes:
+        more_work: whether the last progress, a doorbell's too, left work that is ready now: call `progress`.
+    """
 
     def __init__(
         self,
@@ -98,6 +102,7 @@ class PvrdmaDevice:
         self.counters = DeviceCounters()
         self.state = State.RESET
         self.driver_version = 0
+        self.more_work = False
         self.resources = self._new_resources()
         self._interrupts = interrupts
         self._log: Any = structlog.get_logger(component="device")
@@ -276,7 +281,7 @@ class PvrdmaDevice:
                 qp.backend.recv_doorbell()
             if value & abi.UAR_QP_SEND:
                 qp.backend.send_doorbell()
-                self.backend.progress(INLINE_BUDGET)
+                self.more_work = self.backend.progress(INLINE_BUDGET)
         elif offset == abi.UAR_SRQ_OFFSET:
             srq = self.resources.srqs.get_untrusted(handle)
             self._check_page(page, srq.pd.ctx, "SRQ", handle)
@@ -293,7 +298,7 @@ class PvrdmaDevice:
             cq.armed = max(cq.armed, Armed.SOLICITED)
         if value & abi.UAR_CQ_POLL:
             self.counters.polls += 1
-            self.backend.progress(INLINE_BUDGET)
+            self.more_work = self.backend.progress(INLINE_BUDGET)
 
     def _check_page(self, page: int, owner: UserContext | None, kind: str, handle: int) -> None:
         if page != (owner.uar_page if owner else 0):
@@ -327,9 +332,9 @@ class PvrdmaDevice:
 
     def progress(self, budget_bytes: int) -> bool:
         """Let the backend work; true when more is ready now."""
-        more = self.backend.progress(budget_bytes)
+        self.more_work = self.backend.progress(budget_bytes)
         self._settle()
-        return more
+        return self.more_work
 
     def look_at_rings(self) -> None:
         """Look for work in every queue, for guests whose doorbells are not heard."""

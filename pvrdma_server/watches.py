@@ -5,8 +5,9 @@ index words and says which ring has entries (`RingWatch`). A watched ring fires 
 has found it empty, so no work is lost however the two race.
 
 What a mapped page loses for good is the ARM of a completion queue (the program's next POLL overwrites it). So a
-moderated CQ notifies when a completion has lain unconsumed for a while and no notification is outstanding. A spurious event is
-legal; a lost one hangs a program: a notification counts as outstanding only until the program has consumed anything.
+moderated CQ notifies when a completion has lain unconsumed for a while and no notification is outstanding. A spurious
+event is legal; a lost one hangs a program: a notification counts as outstanding only until the program has consumed
+anything.
 
 Contract: no clock here; the adapter calls `moderate` a while after `pending` became true.
 """
