@@ -81,7 +81,10 @@ class HandleTable(Generic[T]):
         """Take the object out and free its handle. Raises BadHandle as `get_untrusted`."""
         item = self.get_untrusted(handle)
         del self._items[handle]
-        self._free.append(handle)
+        if (
+            handle < self._next
+        ):  # else it was claimed, not reserved: a list of those would grow for ever
+            self._free.append(handle)
         return item
 
     def __len__(self) -> int:
