@@ -12,7 +12,7 @@ from guest_ram import PAGE, GuestRam, PageDir, RingWords
 
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi.layout import Layout
-from pvrdma_server.abi.pvrdma_dev_api import Cmd, DeviceCtl, IntrVector, PciResource, Reg
+from pvrdma_server.abi.pvrdma_dev_api import DeviceCtl, IntrVector, PciResource, Reg
 
 RING_PAGES = 4
 COMMAND_TIMEOUT_S = 10.0
@@ -45,7 +45,7 @@ class CommandFailed(Exception):
     """A command failed: `err` is what ERR read, `resp_err` the response's own error (MODIFY_QP)."""
 
     def __init__(self, cmd: int, err: int, resp_err: int = 0) -> None:
-        super().__init__(f"{Cmd(cmd).name}: ERR {err} resp.err {resp_err}")
+        super().__init__(f"command {cmd:#x}: ERR {err} resp.err {resp_err}")
         self.cmd = cmd
         self.err = err
         self.resp_err = resp_err

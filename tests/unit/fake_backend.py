@@ -5,7 +5,7 @@ no owner after `destroy`. Counts what is alive, so that a leak shows. `fail_next
 """
 
 import errno
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from pvrdma_server.abi.pvrdma_verbs import (
@@ -17,6 +17,7 @@ from pvrdma_server.abi.pvrdma_verbs import (
     PortWidth,
     QpAttr,
     QpState,
+    QpType,
 )
 from pvrdma_server.abi.vmw_pvrdma_abi import WcOpcode, WcStatus
 from pvrdma_server.backend import (
@@ -187,7 +188,7 @@ class FakeQp:
         self.destroyed = True
         self.state = QpState.RESET
         self.backend.alive["qp"] -= 1
-        del self.backend.qps[self.qpn]
+        self.backend.free_qpn(self.qpn)
 
 
 class FakeBackend:
@@ -204,7 +205,7 @@ class FakeBackend:
         self.fail_next: dict[str, int] = {}
         self.progress_calls = 0
         self.resets = 0
-        self._next_qpn = 2
+        self._free_qpns = deque(range(2, limits.max_qp))
         self._next_key = 0x100
 
     def maybe_fail(self, verb: str) -> None:
@@ -274,22 +275,23 @@ class FakeBackend:
         self, pd: BackendPd, owner: QpOwner, init: QpInit, srq: BackendSrq | None
     ) -> FakeQp:
         self.maybe_fail("create_qp")
-        qpn = 1 if init.qp_type == 1 else self._take_qpn()
-        if qpn in self.qps:
-            raise BackendError(errno.EBUSY, "create_qp")
+        qpn = (
+            1
+            if init.qp_type == QpType.GSI
+            else (self._free_qpns.popleft() if self._free_qpns else 0)
+        )
+        if qpn in self.qps or not qpn:
+            raise BackendError(errno.EBUSY if qpn else errno.ENOMEM, "create_qp")
         self.alive["qp"] += 1
         qp = FakeQp(self, owner, init, qpn, srq)
         self.qps[qpn] = qp
         return qp
 
-    def _take_qpn(self) -> int:
-        """The next free QPN, the lowest used last."""
-        while self._next_qpn in self.qps:
-            self._next_qpn += 1
-        self._next_qpn += 1
-        if self._next_qpn > self.limits.max_qp:
-            self._next_qpn = 2
-        return self._next_qpn - 1 if self._next_qpn > 2 else self.limits.max_qp - 1
+    def free_qpn(self, qpn: int) -> None:
+        """Forget a QP; its number is used again as late as possible."""
+        del self.qps[qpn]
+        if qpn > 1:
+            self._free_qpns.append(qpn)
 
     def progress(self, budget_bytes: int) -> bool:
         self.progress_calls += 1

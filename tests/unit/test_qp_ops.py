@@ -14,6 +14,7 @@ from pvrdma_server.abi.pvrdma_verbs import QpType, SendFlags
 from pvrdma_server.abi.vmw_pvrdma_abi import Sge, WcFlags, WcOpcode, WcStatus, WrOpcode
 from pvrdma_server.backend import (
     AddressVector,
+    Arm,
     Atomic,
     Completion,
     FastReg,
@@ -21,7 +22,6 @@ from pvrdma_server.backend import (
     Rdma,
     SendWr,
     Ud,
-    Arm,
 )
 from pvrdma_server.errors import BadWqe
 from pvrdma_server.guest_memory import GuestMemory
