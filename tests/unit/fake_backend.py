@@ -287,6 +287,10 @@ class FakeBackend:
         self.qps[qpn] = qp
         return qp
 
+    def add_qpns(self, count: int) -> None:
+        """Have QPNs beyond the device's limit, as a host's HCA has."""
+        self._free_qpns.extend(range(self.limits.max_qp, self.limits.max_qp + count))
+
     def free_qpn(self, qpn: int) -> None:
         """Forget a QP; its number is used again as late as possible."""
         del self.qps[qpn]

@@ -54,6 +54,7 @@ def fill(make: Callable[[UserProcess], Any], user: UserProcess) -> Iterator[Any]
 def test_handles_are_dense_bounded_and_reused_late(bed: Bed, user: UserProcess, kind: str) -> None:
     make, limit = MAKERS[kind]
     shared_cq(user)
+    bed.backend.add_qpns(100)
     made = list(fill(make, user))
     handles = [thing.handle for thing in made]
     assert handles == list(range(handles[0], handles[0] + len(handles)))
@@ -83,6 +84,15 @@ def test_handles_before_version_20_are_qpns(version: int) -> None:
         qp = Qp(user, send_cq=shared_cq(user), max_wr=1)
         assert 1 < qp.handle == qp.qpn < bed.driver.caps.max_qp
         qp.destroy()
+
+
+def test_a_qpn_that_is_no_handle_before_version_20() -> None:
+    bed = Bed(19)
+    bed.backend.add_qpns(1)
+    user = UserProcess(bed.driver)
+    made = list(fill(lambda u: Qp(u, send_cq=shared_cq(u), max_wr=1), user))
+    assert max(qp.handle for qp in made) < bed.driver.caps.max_qp
+    assert bed.backend.alive["qp"] == len(made) == bed.machine.counts()["qps"]
 
 
 def test_create_and_destroy_before_version_20_keeps_nothing() -> None:
