@@ -116,7 +116,8 @@ class PvrdmaDevice:
         self._pending_vectors: set[int] = set()
         self._failed_cqs: list[Cq] = []
         self._waiting_events: deque[bytes] = deque()
-        self._waiting_cqs: deque[int] = deque()
+        # Each CQ once: a guest that arms without draining its ring must not fill our memory.
+        self._waiting_cqs: dict[int, None] = {}
         self._work_missed = False
         self._warned: set[tuple[str, str]] = set()
         self._watches = RingWatches(watch) if watch is not None else None
@@ -389,7 +390,7 @@ class PvrdmaDevice:
 
     def cq_notify(self, cq: Cq) -> None:
         """See `objects.DeviceHooks`."""
-        self._waiting_cqs.append(cq.handle)
+        self._waiting_cqs[cq.handle] = None
 
     def cq_failed(self, cq: Cq) -> None:
         """See `objects.DeviceHooks`."""
@@ -462,8 +463,8 @@ class PvrdmaDevice:
     def _notify_cqs(self) -> bool:
         waiting = deque(api.CQNE.pack(api.Cqne(handle)) for handle in self._waiting_cqs)
         published = self._drain(waiting, "cq_ring")
-        while len(self._waiting_cqs) > len(waiting):
-            self._waiting_cqs.popleft()
+        for handle in list(self._waiting_cqs)[: len(self._waiting_cqs) - len(waiting)]:
+            del self._waiting_cqs[handle]
         return published
 
     def _drain(self, waiting: deque[bytes], ring_name: str) -> bool:
