@@ -32,10 +32,7 @@ MAKERS: dict[str, tuple[Callable[[UserProcess], Any], int]] = {
     "pds": (Pd, LIMITS.max_pd),
     "cqs": (lambda user: Cq(user, 1), LIMITS.max_cq),
     "srqs": (lambda user: Srq(user, max_wr=1), LIMITS.max_srq),
-    "qps": (
-        lambda user: Qp(user, send_cq=shared_cq(user), max_wr=1),
-        LIMITS.max_qp - 1,
-    ),  # one is QP1
+    "qps": (lambda user: Qp(user, send_cq=shared_cq(user), max_wr=1), LIMITS.max_qp),
 }
 
 
