@@ -235,6 +235,11 @@ class Guest:
         """Executes a QMP command in the guest's QEMU (stop, cont, system_reset, ...)."""
         return qmp.execute(self.folder / "qmp.sock", command, arguments)
 
+    @property
+    def status_socket(self) -> Path:
+        """The server's status socket (only with this clone's own server)."""
+        return self.folder / "status.sock"
+
     # -- logs --
 
     def log_path(self, which: str) -> Path:
@@ -288,13 +293,22 @@ class Guest:
 
     def _server_command(self) -> list[str]:
         options = self._lab.options
-        base = list(options.server_command) or [server_python(), "-m", "pvrdma_server"]
+        base = list(options.server_command)
+        own = []
+        if not base:
+            base = [server_python(), "-m", "pvrdma_server"]
+            own = [
+                "--name",
+                f"{self._lab.name}-{self.name}",
+                "--status-socket",
+                str(self.status_socket),
+            ]
         values = {
             "name": self.name, "index": self._state.index, "ip": self.ip, "mac": self.mac,
             "folder": self.folder, "lab": self._lab.folder,
         }  # fmt: skip
         more = [word.format(**values) for word in options.server_args]
-        return [*base, "--socket-path", str(self._socket), *more]
+        return [*base, "--socket-path", str(self._socket), *own, *more]
 
     def _machine(self) -> Machine:
         lab, state = self._lab, self._state

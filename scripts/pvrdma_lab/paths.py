@@ -10,7 +10,7 @@ GUEST_FILES = REPOSITORY / "scripts" / "guest"
 # sun_path is 108 bytes with its terminating zero.
 SOCKET_PATH_MAX_BYTES = 107
 # The longest name below a run folder: "/<lab>/<guest>/vfio.sock".
-_LONGEST_SOCKET_NAME = "/123456789012345678901234/a123/console.sock"
+_LONGEST_SOCKET_NAME = "/123456789012345678901234/a/status.sock.x"
 
 
 def cache_folder() -> Path:
