@@ -20,19 +20,42 @@ LEVELS = [
     {"watches"},
     {"device"},
     {"regions"},
-    {"vfio_user", "backend_ibv", "backend_soft", "mad_relay", "gid_sync", "status", "metrics"},
+    {
+        "vfio_user",
+        "backend_ibv",
+        "backend_soft",
+        "mad_relay",
+        "gid_sync",
+        "status",
+        "metrics",
+        "watcher",
+    },
     {"server"},
     {"cli"},
     {"__main__"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 CORE = LEVEL["regions"]
-FORBIDDEN_IN_CORE = {"trio", "cffi", "pyverbs", "os", "time", "socket", "threading", "asyncio", "logging"}
-ONLY_IMPORTER = {"pvrdma_server._vfu": "vfio_user", "pyverbs": "backend_ibv"}
+FORBIDDEN_IN_CORE = {
+    "trio",
+    "cffi",
+    "pyverbs",
+    "os",
+    "time",
+    "socket",
+    "threading",
+    "asyncio",
+    "logging",
+}
+ONLY_IMPORTER = {
+    "pvrdma_server._vfu": "vfio_user",
+    "pvrdma_server._watch": "watcher",
+    "pyverbs": "backend_ibv",
+}
 
 
 def modules() -> list[Path]:
-    return sorted(p for p in PACKAGE.rglob("*.py") if p.name != "_vfu_build.py")
+    return sorted(p for p in PACKAGE.rglob("*.py") if not p.name.endswith("_build.py"))
 
 
 def unit_of(path: Path) -> str:
@@ -61,7 +84,7 @@ def test_imports_go_down(path: Path) -> None:
     level = LEVEL[unit]
     for name in imports(path):
         parts = name.split(".")
-        if parts[0] == "pvrdma_server" and parts[1] not in (unit, "_vfu", "__version__"):
+        if parts[0] == "pvrdma_server" and parts[1] not in (unit, "_vfu", "_watch", "__version__"):
             assert LEVEL[parts[1]] < level, f"{unit} (level {level}) imports {parts[1]}"
         if level <= CORE:
             assert parts[0] not in FORBIDDEN_IN_CORE, f"{unit} imports {name}"
