@@ -1,0 +1,177 @@
+"""scripts/test: the set-up, then every check of a mode, each with its time; a last line with the counts.
+
+Standard library only: it runs before the virtualenv exists. A new kind of test is a new entry of MODES.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pvrdma_lab import paths
+from pvrdma_lab.prepare import GUEST_STEPS, set_up, venv_python
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One program to run.
+
+    Attributes:
+        name: what the output calls it; also its report's file name.
+        module: the Python module that is the program.
+        arguments: its words.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What one word of the command line stands for.
+
+    Attributes:
+        title: for --help.
+        steps: set-up steps it needs.
+        checks: what it runs, in order.
+    """
+
+    title: str
+    steps: tuple[str, ...]
+    checks: tuple[Check, ...]
+
+
+# -v: one line per test, for tests that take long enough to wonder.
+MODES = {
+    "fast": Mode(
+        "lint, types, and all tests without guests: unit tests, libvfio-user with a Python client, the lab's own",
+        ("venv",),
+        (
+            Check("lint", "ruff", ("check",)),
+            Check("format", "ruff", ("format", "--check")),
+            Check("types", "mypy"),
+            Check("tests", "pytest", ("-m", "not (guest or host or nested)", "--durations=5")),
+        ),
+    ),
+    "guest": Mode(
+        "Linux guests on a real QEMU and the server",
+        GUEST_STEPS,
+        (Check("guests", "pytest", ("-v", "--durations=10", "tests/vm")),),
+    ),
+}
+ALL = tuple(MODES)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came out: tests, and each lint or type check as one."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, name: str, passed: int, failed: int, skipped: int = 0) -> None:
+        self.passed += passed
+        self.failed += failed
+        self.skipped += skipped
+        if failed:
+            self.failures.append(name)
+
+    def __str__(self) -> str:
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        return f"{self.passed} passed, {self.failed} failed{skipped}"
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="test",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Does the set-up (scripts/bootstrap) and runs the tests.",
+        epilog="modes:\n"
+        + "".join(f"  {name:<7} {mode.title}\n" for name, mode in MODES.items())
+        + f"  {'all':<7} {' and '.join(ALL)} (the default)\n"
+        "\nWords after -- go to pytest: scripts/test guest -- -k reboot -x\n",
+    )
+    parser.add_argument("mode", nargs="?", default="all", choices=[*MODES, "all"])
+    own, more = (
+        (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    )
+    arguments = parser.parse_args(own)
+    arguments.pytest = more
+    return arguments
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def report_counts(report: Path) -> tuple[int, int, int]:
+    """Returns passed, failed and skipped of a JUnit report; one failure if pytest wrote none."""
+    try:
+        root = ET.parse(report).getroot()
+    except (FileNotFoundError, ET.ParseError):
+        return 0, 1, 0
+    total, bad, skipped = 0, 0, 0
+    for suite in root.iter("testsuite"):
+        total += int(suite.get("tests", 0))
+        bad += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        skipped += int(suite.get("skipped", 0))
+    # A test that fails and whose teardown then fails, too, counts as two errors of one test.
+    return max(0, total - bad - skipped), bad, skipped
+
+
+def run_check(check: Check, more: Sequence[str], outcome: Outcome) -> None:
+    """Runs one check, its output to ours, and adds its counts."""
+    argv = [venv_python(), "-m", check.module, *check.arguments]
+    report = paths.log_folder() / f"test-{check.name}.xml"
+    if check.module == "pytest":
+        report.unlink(missing_ok=True)
+        argv += [f"--junitxml={report}", *more]
+    say(f"=== {check.name}: {check.module} {' '.join([*check.arguments, *more])}".rstrip())
+    started = time.monotonic()
+    status = subprocess.run(
+        argv, cwd=paths.REPOSITORY, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=False
+    ).returncode
+    if check.module == "pytest":
+        passed, failed, skipped = report_counts(report)
+        failed = failed or int(status != 0)
+    else:
+        passed, failed, skipped = int(status == 0), int(status != 0), 0
+    outcome.add(check.name, passed, failed, skipped)
+    word = "failed" if status else "passed"
+    say(f"=== {check.name}: {word} in {time.monotonic() - started:.1f} s")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command line; returns the process's status."""
+    arguments = _parse(argv)
+    modes = ALL if arguments.mode == "all" else (arguments.mode,)
+    started = time.monotonic()
+    outcome = Outcome()
+    try:
+        for name in modes:
+            say(f"=== {name}: {MODES[name].title}")
+            if not set_up(MODES[name].steps):
+                outcome.add(f"set-up for {name}", 0, 1)
+                continue
+            for check in MODES[name].checks:
+                run_check(check, arguments.pytest if check.module == "pytest" else (), outcome)
+    except KeyboardInterrupt:
+        say("test: interrupted")
+        return 130
+    if outcome.failures:
+        say(f"test: failed: {', '.join(outcome.failures)}")
+    say(f"===== {outcome} in {time.monotonic() - started:.2f}s =====")
+    return 1 if outcome.failed else 0
+
+
+def run() -> None:
+    """Runs the command line of scripts/test."""
+    sys.exit(main(sys.argv[1:]))
