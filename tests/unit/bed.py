@@ -11,9 +11,10 @@ from guest import (
     Kernel,
     Machine,
     PageDir,
+    Qp,
     UserProcess,
 )
-from unit.fake_backend import FakeBackend
+from unit.fake_backend import FakeBackend, FakeQp
 
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi.pvrdma_verbs import SrqAttr
@@ -76,3 +77,15 @@ def shared_cq(user: UserProcess) -> Cq:
     if not hasattr(user, "shared"):
         user.shared = user.cq()  # type: ignore[attr-defined]
     return user.shared  # type: ignore[attr-defined, no-any-return]
+
+
+def ready(qp: Qp) -> Qp:
+    """RTS, without a peer."""
+    qp.to_init()
+    qp.to_rtr(dgid=GID)
+    qp.to_rts()
+    return qp
+
+
+def backend_of(bed: Bed, qp: Qp) -> FakeQp:
+    return bed.backend.qps[qp.qpn]
