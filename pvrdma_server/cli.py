@@ -65,6 +65,13 @@ def node_guid_of(name: str) -> bytes:
     help="The one RoCE version of the device's GIDs; the driver refuses both.",
 )
 @click.option(
+    "--doorbells",
+    type=click.Choice(["mapped", "trapped"]),
+    default="mapped",
+    show_default=True,
+    help="Doorbell pages of the guest's processes: memory that is watched, or registers that are trapped.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(list(_LEVELS)),
     default="info",
@@ -79,6 +86,7 @@ def main(
     status_socket: str | None,
     name: str | None,
     roce_version: str,
+    doorbells: str,
     log_level: str,
 ) -> None:
     """Serve a PVRDMA device to one virtual machine over vfio-user.
@@ -101,7 +109,7 @@ def main(
         socket_path=socket_path,
         listen_fd=listen_fd,
         status_path=status_socket,
-        device=DeviceConfig(roce_version=int(roce_version)),
+        device=DeviceConfig(roce_version=int(roce_version), mapped_doorbells=doorbells == "mapped"),
         soft=SoftConfig(name=identity, node_guid=node_guid_of(identity)),
     )
     failures: list[str] = []

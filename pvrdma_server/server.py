@@ -22,13 +22,17 @@ from pvrdma_server.guest_memory import PAGE_SIZE
 from pvrdma_server.regions import REGISTERS_SIZE, Regions, uar_bar_size
 from pvrdma_server.status import process_facts, serve_status
 from pvrdma_server.vfio_user import Bar, MmapArea, PciIdentity, ResetReason, VfioUserContext
+from pvrdma_server.watcher import make_watcher
 
 # The device's class: network controller, other. Drivers do not look at it. Source: QEMU's removed device.
 PCI_CLASS: Final = 0x028000
 # Bytes the work task copies before other tasks get their turn: about 100 us of memcpy.
 WORK_BUDGET: Final = 1 << 20
 # How often to look whether the guest has drained a full event ring (it does so without a doorbell).
-RETRY_S: Final = 0.005
+RETRY_NS: Final = 5_000_000
+# How long a completion lies unconsumed before a process is told that it is there (mapped doorbells only): longer than a
+# polling program takes to come round, shorter than anyone waits for an interrupt.
+MODERATION_NS: Final = 100_000
 
 
 class ServerConfig(NamedTuple):
@@ -39,6 +43,16 @@ class ServerConfig(NamedTuple):
     status_path: str | None
     device: DeviceConfig
     soft: SoftConfig
+
+
+def mmap_area(config: DeviceConfig) -> MmapArea:
+    """The part of BAR2 that the client maps: the processes' doorbell pages, or a page that nobody uses.
+
+    There is always one: its presence is what keeps QEMU from posting writes.
+    """
+    if config.mapped_doorbells:
+        return MmapArea(PAGE_SIZE, (config.max_uar - 1) * PAGE_SIZE)
+    return MmapArea(uar_bar_size(config.max_uar) - PAGE_SIZE, PAGE_SIZE)
 
 
 class Work:
@@ -62,11 +76,18 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self._work = Work()
+        self._moderate_ns: int | None = None
+        self._deadline_ns: int | None = None
         self._log: Any = structlog.get_logger(component="server")
         self.backend = SoftBackend(
             clock_ns=time.monotonic_ns, on_work=self._work.wake, config=config.soft
         )
-        self.device = PvrdmaDevice(self.backend, self, config.device)
+        # With trapped doorbells the watcher watches nothing and is a clock with microseconds, which epoll lacks.
+        self._watcher = make_watcher()
+        mapped = config.device.mapped_doorbells
+        self.device = PvrdmaDevice(
+            self.backend, self, config.device, self._watcher if mapped else None
+        )
         self._regions = Regions(self.device)
         self._mmap_fd = os.memfd_create("pvrdma-uar", os.MFD_CLOEXEC)
         size = uar_bar_size(config.device.max_uar)
@@ -89,7 +110,7 @@ class Server:
                     api.PciResource.UAR,
                     size,
                     self._mmap_fd,
-                    (MmapArea(size - PAGE_SIZE, PAGE_SIZE),),
+                    (mmap_area(config.device),),
                     is_64bit=True,
                 ),
             ),
@@ -102,6 +123,7 @@ class Server:
         self._vfio.close()
         self.device.reset("server stops")
         self.backend.close()
+        self._watcher.close()
         os.close(self._mmap_fd)
 
     # --- vfio_user.DeviceModel -------------------------------------------------------------------------------------
@@ -113,6 +135,10 @@ class Server:
     def bar_write(self, bar: int, offset: int, data: bytes) -> None:
         """See `vfio_user.DeviceModel`."""
         self._regions.bar_write(bar, offset, data)
+        if self.device.more_work:
+            self._work.wake()
+        else:
+            self._set_deadline()
 
     def dma_map(self, iova: int, length: int, view: memoryview | None, *, writable: bool) -> None:
         """See `vfio_user.DeviceModel`."""
@@ -142,6 +168,7 @@ class Server:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._stop_on_signal, nursery.cancel_scope)
             nursery.start_soon(self._work_task)
+            nursery.start_soon(self._watch_task)
             if status_path is not None:
                 nursery.start_soon(serve_status, status_path, self.snapshot)
             await nursery.start(self._vfio.serve)
@@ -158,16 +185,36 @@ class Server:
         while True:
             if self.device.progress(WORK_BUDGET):
                 await trio.lowlevel.checkpoint()
-                continue
-            with trio.move_on_after(self._sleep_s()):
+            else:
+                self._set_deadline()
                 await self._work.wait()
 
-    def _sleep_s(self) -> float:
-        deadline_ns = self.backend.next_deadline_ns()
-        sleep_s = float("inf")
-        if deadline_ns is not None:
-            sleep_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-        return min(sleep_s, RETRY_S) if self.device.waits_for_guest else sleep_s
+    async def _watch_task(self) -> None:
+        """Wakes for rings that have entries and for deadlines."""
+        while True:
+            await trio.lowlevel.wait_readable(self._watcher.fd)
+            more = self.device.rings_fired(self._watcher.fired())
+            self._deadline_ns = None
+            now_ns = time.monotonic_ns()
+            if self._moderate_ns is not None and now_ns >= self._moderate_ns:
+                self._moderate_ns = None
+                self.device.moderate()
+            if more:
+                self._work.wake()
+            else:
+                self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        now_ns = time.monotonic_ns()
+        if self._moderate_ns is None and self.device.wants_moderation:
+            self._moderate_ns = now_ns + MODERATION_NS
+        deadlines = [self._moderate_ns, self.backend.next_deadline_ns()]
+        if self.device.waits_for_guest:
+            deadlines.append(now_ns + RETRY_NS)
+        deadline_ns = min((d for d in deadlines if d is not None), default=None)
+        if deadline_ns != self._deadline_ns:
+            self._deadline_ns = deadline_ns
+            self._watcher.set_deadline(deadline_ns)
 
     # --- status ----------------------------------------------------------------------------------------------------
 
