@@ -132,7 +132,8 @@ def make_tree(
     settings = subprocess.run(
         ["apt-config", "dump"], capture_output=True, text=True, check=True
     ).stdout
-    argv = ["nice", "mmdebstrap", f"--variant={variant}", "--mode=root"]
+    # In a mount namespace of its own: what a killed run mounted (proc, sys) is gone with it.
+    argv = ["nice", "unshare", "--mount", "mmdebstrap", f"--variant={variant}", "--mode=root"]
     argv += [f"--aptopt={setting}" for setting in _APT_SETTINGS.findall(settings)]
     argv += ["--dpkgopt=force-unsafe-io", "--dpkgopt=path-exclude=/usr/share/man/*"]
     argv += ["--dpkgopt=path-exclude=/usr/share/locale/*", *options]

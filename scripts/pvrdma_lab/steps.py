@@ -7,18 +7,21 @@ renamed into place, so an interrupted run leaves nothing that looks finished, an
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Protocol
 
 from pvrdma_lab import paths
 
 HEARTBEAT_S = 10.0
+# For mmdebstrap to unmount what it mounted, once interrupted.
+ENDING_S = 20.0
 
 
 class StepError(Exception):
@@ -66,15 +69,31 @@ class StepLog:
         """
         command = [str(word) for word in argv]
         self.say(f"$ {' '.join(command)}")
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=self._file, stderr=self._file,
-                env=None if env is None else {**os.environ, **env}, cwd=cwd, check=False,
-            )  # fmt: skip
-        except OSError as error:
-            raise StepError(f"cannot run {command[0]}: {error}", advice) from error
-        if done.returncode:
-            raise StepError(f"{Path(command[0]).name} ended with status {done.returncode}", advice)
+        if shutil.which(command[0]) is None:
+            raise StepError(f"cannot run {command[0]}: there is no such program", advice)
+        status = self._run_group(command, env, cwd)
+        if status:
+            raise StepError(f"{Path(command[0]).name} ended with status {status}", advice)
+
+    def _run_group(
+        self, command: list[str], env: Mapping[str, str] | None, cwd: Path | None
+    ) -> int:
+        """Runs a command in a process group that ends with us, however we end: mmdebstrap has many children."""
+        environment = None if env is None else {**os.environ, **env}
+        with subprocess.Popen(
+            ["setpriv", "--pdeathsig", "TERM", "--", *command], start_new_session=True, env=environment, cwd=cwd,
+            stdin=subprocess.DEVNULL, stdout=self._file, stderr=self._file,
+        ) as child:  # fmt: skip
+            try:
+                return child.wait()
+            except BaseException:
+                os.killpg(child.pid, signal.SIGTERM)
+                try:
+                    child.wait(ENDING_S)
+                finally:
+                    with suppress(ProcessLookupError):
+                        os.killpg(child.pid, signal.SIGKILL)
+                raise
 
     def output(self, argv: Sequence[str | Path]) -> str:
         """Runs a command, its standard error into the log; returns its standard output."""

@@ -1,5 +1,10 @@
 """The set-up's own logic: keys, building beside, steps and their failures, module order."""
 
+import os
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -116,3 +121,38 @@ def test_modules_come_after_what_they_need() -> None:
 def test_no_module_at_all_is_an_error() -> None:
     with pytest.raises(StepError):
         module_order(MODULES_DEP, ("builtin",))
+
+
+def test_interrupted_step_ends_its_children_and_leaves_nothing(cache: Path) -> None:
+    """A run that is ended from outside takes the commands below it along."""
+    target = cache / "thing" / "key"
+    script = f"""
+import signal, sys
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+from pvrdma_lab import steps
+log = steps.StepLog(Path({str(cache / "log")!r}))
+with steps.built_beside(Path({str(target)!r})):
+    log.run(["sh", "-c", "sleep 60 & echo started $!; wait"])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(paths.REPOSITORY / "scripts")}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL
+    ) as run:
+        deadline = time.monotonic() + 20
+        while not (match := re.search(r"started (\d+)\n", read_if_there(cache / "log"))):
+            assert time.monotonic() < deadline
+        run.terminate()
+        assert run.wait(30)
+    while Path(f"/proc/{match[1]}").exists():
+        assert time.monotonic() < deadline
+    assert list(target.parent.iterdir()) == []
+
+
+def read_if_there(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
