@@ -9,19 +9,23 @@ from pvrdma_lab import paths
 from pvrdma_lab.debian import HostPackages
 from pvrdma_lab.guest_image import GuestInitrd, GuestKernel, GuestRoot, find_guest
 from pvrdma_lab.host_image import HostExtension, HostInitrd, HostTree, TinyKernel
+from pvrdma_lab.nested_image import NestedInitrd
 from pvrdma_lab.python_env import Library, Virtualenv, find_library, find_venv
 from pvrdma_lab.qemu_tree import QemuTree, find_qemu
 from pvrdma_lab.steps import Step, StepError, run_step
 
 STEPS: tuple[Step, ...] = (
     HostPackages(), Library(), Virtualenv(), QemuTree(), GuestKernel(), GuestRoot(), GuestInitrd(),
-    HostTree(), HostInitrd(), HostExtension(), TinyKernel(),
+    HostTree(), HostInitrd(), HostExtension(), TinyKernel(), NestedInitrd(),
 )  # fmt: skip
 # What a step needs of others, beside the machine itself.
 _NEEDS = {
     "venv": ("host", "libvfio-user"),
     "rootfs": ("host", "kernel"),
     "initrd": ("host", "kernel"),
+    "rxe-initrd": ("rxe-host",),
+    "rxe-extension": ("libvfio-user", "rxe-host"),
+    "nested-initrd": ("rxe-host", "rxe-initrd", "tiny-kernel"),
 }
 
 

@@ -236,12 +236,13 @@ class HostExtension:
             shutil.copytree(library, work / "library")
             for source in _extension_sources():
                 shutil.copy(source, work / "pvrdma_server")
-            log.run(
-                ["chroot", _host() / "tree", "env", "LIBVFIO_USER_PREFIX=/build-extension/library", "HOME=/root",
-                 "python3", "/build-extension/pvrdma_server/_vfu_build.py"],
-            )  # fmt: skip
+            for script in (work / "pvrdma_server").glob("_*_build.py"):
+                log.run(
+                    ["chroot", _host() / "tree", "env", "LIBVFIO_USER_PREFIX=/build-extension/library",
+                     "HOME=/root", "python3", f"/build-extension/pvrdma_server/{script.name}"],
+                )  # fmt: skip
             with built_beside(_extension()) as beside:
-                (made,) = (work / "pvrdma_server").glob("_vfu.*.so")
-                shutil.copy(made, beside)
+                for made in (work / "pvrdma_server").glob("_*.so"):
+                    shutil.copy(made, beside)
         finally:
             remove_tree(work)
