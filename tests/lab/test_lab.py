@@ -18,8 +18,8 @@ from pvrdma_lab.state import LabState, Options
 SERVER = """
 import socket, sys, time
 listener = socket.socket(socket.AF_UNIX)
+print('{"event": "starting", "args": "%s"}' % " ".join(sys.argv[3:]), file=sys.stderr, flush=True)
 listener.bind(sys.argv[2])
-print('{"event": "listening", "args": "%s"}' % " ".join(sys.argv[3:]), file=sys.stderr, flush=True)
 time.sleep(60)
 """
 
@@ -145,7 +145,7 @@ def test_server_starts_restarts_and_logs() -> None:
     assert guest.server_pid != first
     guest.kill_server()
     assert not guest.server_alive
-    assert [event["event"] for event in guest.server_events()] == ["listening"] * 2
+    assert [event["event"] for event in guest.server_events()] == ["starting"] * 2
     assert guest.server_events(last=1)[0]["args"] == "--node 1-b-10.77.0.2"
 
 
