@@ -6,6 +6,7 @@ order body, index, notification, and nothing once it is destroyed or failed.
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -23,7 +24,7 @@ from pvrdma_server.backend import (
     Refused,
     SendWr,
 )
-from pvrdma_server.errors import BadGuestAddress, BadRingIndex, BadWqe, GuestError
+from pvrdma_server.errors import BackendError, BadGuestAddress, BadRingIndex, BadWqe, GuestError
 from pvrdma_server.guest_memory import GuestMemory
 from pvrdma_server.qp_ops import (
     SendRules,
@@ -373,7 +374,9 @@ class Qp:
         """Move to ERR on the device's own account and flush."""
         if not self.destroyed and self.state not in (QpState.RESET, QpState.ERR):
             self.state_changed(QpState.ERR)
-            self.backend.modify(self.attr, 1)
+            # No command waits that could carry a failure; the guest sees ERR either way, and destroys what it sees.
+            with suppress(BackendError):
+                self.backend.modify(self.attr, 1)
             self.look_again()
 
     def destroy(self) -> None:
