@@ -37,6 +37,9 @@ MAX_DEVICE_RING_PAGES: Final = 64
 MAX_WAITING: Final = 4096
 # Different (object kind, error kind) pairs that may be logged in one server's life: a guest cannot flood the log.
 MAX_GUEST_WARNINGS: Final = 256
+# Steps of drivers' lives (activated, reset) that are logged one by one; later ones only at powers of two, so that a
+# driver that loads and unloads without end does not flood the log either.
+MAX_LIFE_LINES: Final = 200
 # What a doorbell copies before it is answered (bytes); the vCPU and QEMU's big lock wait that long.
 INLINE_BUDGET: Final = 64 * 1024
 IMR_NOTHING: Final = 0xFFFF_FFFF
@@ -120,6 +123,7 @@ class PvrdmaDevice:
         self._waiting_cqs: dict[int, None] = {}
         self._work_missed = False
         self._warned: set[tuple[str, str]] = set()
+        self._life_steps = 0
         self._watches = RingWatches(watch) if watch is not None else None
         self._moderator = Moderator(self.cq_notify)
         backend.attach(self.memory)
@@ -191,7 +195,7 @@ class PvrdmaDevice:
         elif value == DeviceCtl.ACTIVATE and self.state is not State.RESET:
             self.state = State.ACTIVE
             self._err = 0
-            self._log.info("device_active", driver_version=self.driver_version)
+            self._log_life("device_active", driver_version=self.driver_version)
         elif value == DeviceCtl.UNQUIESCE and self.state is State.ACTIVE:
             # The driver raises PORT_ACTIVE by itself once ERR reads 0, whatever the last command left there.
             self._err = 0
@@ -371,7 +375,7 @@ class PvrdmaDevice:
     def reset(self, why: str) -> None:
         """Forget the driver: every object, ring and pending interrupt. The memory map stays."""
         if self.state is not State.RESET or self._shared is not None:
-            self._log.info("device_reset", why=why, **self.resources.counts())
+            self._log_life("device_reset", why=why, **self.resources.counts())
         self.resources.clear()
         self.backend.reset()
         self.counters.resets += 1
@@ -413,6 +417,12 @@ class PvrdmaDevice:
             self._log.warning(
                 "guest_error", what=what, kind=error.kind, error=str(error), once=True
             )
+
+    def _log_life(self, event: str, **values: object) -> None:
+        self._life_steps += 1
+        steps = self._life_steps
+        if steps <= MAX_LIFE_LINES or steps & (steps - 1) == 0:
+            self._log.info(event, step=steps, **values)
 
     def watch(self, ring: ConsumerRing, bell: Callable[[], None]) -> None:
         """See `objects.DeviceHooks`."""
