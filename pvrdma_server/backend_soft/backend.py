@@ -37,7 +37,7 @@ from pvrdma_server.backend_soft.scatter import total_bytes
 from pvrdma_server.backend_soft.srq import SoftSrq
 from pvrdma_server.backend_soft.wire import (
     BadMessage,
-    DatagramMessage,
+    RcMessage,
     parse_header_untrusted,
 )
 from pvrdma_server.errors import BackendError
@@ -222,11 +222,14 @@ class SoftBackend:
         env.running, env.woken = True, False
         try:
             env.timers.fire(env.now_ns)
-            while budget_bytes > 0 and (env.ready or env.port.pending):
+            while budget_bytes > 0:
                 received = env.counters.rx_bytes
                 messages = env.port.poll(POLL_MESSAGES)
-                received = env.counters.rx_bytes - received
-                budget_bytes -= received + messages * MESSAGE_COST_BYTES
+                if messages:
+                    received = env.counters.rx_bytes - received
+                    budget_bytes -= received + messages * MESSAGE_COST_BYTES
+                elif not env.ready:
+                    break
                 budget_bytes -= self._turns()
         finally:
             env.running = False
@@ -237,8 +240,9 @@ class SoftBackend:
     def _turns(self) -> int:
         # One turn for everyone who was ready: round robin.
         ready = self._env.ready
-        cost = len(ready) * MESSAGE_COST_BYTES
-        for _ in range(len(ready)):
+        turns = len(ready)
+        cost = turns * MESSAGE_COST_BYTES
+        for _ in range(turns):
             qp = ready.popleft()
             qp.scheduled = False
             cost += qp.run()
@@ -253,9 +257,11 @@ class SoftBackend:
     def receive(self, peer: Carrier, header: bytes, payload: Sequence[memoryview]) -> None:
         """A message from a peer, untrusted."""
         counters = self._env.counters
-        length = total_bytes(payload) if payload else 0
         counters.rx_messages += 1
-        counters.rx_bytes += length
+        length = 0
+        if payload:
+            length = total_bytes(payload)
+            counters.rx_bytes += length
         try:
             message = parse_header_untrusted(header, length)
         except BadMessage:
@@ -264,13 +270,12 @@ class SoftBackend:
         qp = self._qps.get(message.dst_qpn)
         if qp is None:
             counters.unknown_qp += 1
-        elif isinstance(message, DatagramMessage):
-            if self._env.port.route(message.sgid) is peer and self._env.own_gid(message.dgid):
-                qp.receive_datagram(message, payload)
-            else:
-                counters.wrong_peer += 1
-        else:
+        elif isinstance(message, RcMessage):
             qp.receive_rc(peer, message, payload)
+        elif self._env.port.route(message.sgid) is peer and self._env.own_gid(message.dgid):
+            qp.receive_datagram(message, payload)
+        else:
+            counters.wrong_peer += 1
 
     def room(self, carrier: Carrier) -> None:
         """A carrier has room again: who waited for it has a turn."""

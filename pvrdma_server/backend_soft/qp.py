@@ -34,6 +34,7 @@ from pvrdma_server.backend_soft.datagram import GSI_QKEY, DatagramReceiver, Data
 from pvrdma_server.backend_soft.memory import SoftPd
 from pvrdma_server.backend_soft.requester import Requester
 from pvrdma_server.backend_soft.responder import Responder
+from pvrdma_server.backend_soft.responses import ResponseQueue
 from pvrdma_server.backend_soft.srq import SoftSrq
 from pvrdma_server.backend_soft.wire import PSN_MASK, DatagramMessage, RcMessage
 
@@ -55,10 +56,12 @@ class SoftQp:
         "_flushing",
         "_forget",
         "_responder",
+        "_responses",
         "_sender",
         "_sqd_drained",
         "_sqd_notify",
         "_srq",
+        "_turn_chunks",
         "qpn",
         "scheduled",
     )  # fmt: skip
@@ -80,9 +83,12 @@ class SoftQp:
         self._ctx = ctx = QpContext(env, owner, pd, qpn, init, rq, self._fail, self._schedule)
         self._sender: Requester | DatagramSender
         self._responder: Responder | None = None
+        self._responses: ResponseQueue | None = None
+        self._turn_chunks = env.config.turn_chunks
         self._datagrams: DatagramReceiver | None = None
         if init.qp_type == RC:
             self._sender, self._responder = Requester(ctx), Responder(ctx)
+            self._responses = self._responder.responses
         else:
             self._sender, self._datagrams = DatagramSender(ctx), DatagramReceiver(ctx)
         self._comm_est = self._flushing = self._sqd_notify = self._sqd_drained = False
@@ -158,22 +164,19 @@ class SoftQp:
 
     def run(self) -> int:
         """Take a turn: answer, send, flush; the bytes moved."""
-        ctx, env, sender = self._ctx, self._env, self._sender
-        chunks = env.config.turn_chunks
+        ctx, env = self._ctx, self._env
+        responses = self._responses
+        carrier = env.port.route(ctx.dgid) if responses is not None else None
         ctx.blocked_on = None
-        moved = 0
-        more = False
-        responses = self._responder.responses if self._responder else None
-        if responses or ctx.state >= RTS:
-            carrier = env.port.route(ctx.dgid) if responses is not None else None
-            if responses:
-                moved = responses.run(carrier, chunks)
-                more = responses.more
-            if ctx.blocked_on is None and RTS <= ctx.state <= SQD:
-                moved += sender.run(carrier, chunks)
-                more = more or sender.more
-            if ctx.state >= SQD:
-                more = self._wind_down() or more
+        moved, more = 0, False
+        if responses is not None and responses.queue:
+            moved = responses.run(carrier, self._turn_chunks)
+            more = responses.more
+        if RTS <= ctx.state <= SQD and ctx.blocked_on is None:
+            moved += self._sender.run(carrier, self._turn_chunks)
+            more = more or self._sender.more
+        if ctx.state >= SQD:
+            more = self._wind_down() or more
         if ctx.blocked_on is not None:
             env.block(self, ctx.blocked_on)
         if more:
@@ -266,11 +269,9 @@ class SoftQp:
 
     def _last_words(self) -> None:
         # What was received was completed, so its sender should hear of it if there is room now.
-        if self._responder is not None:
-            if self._responder.responses:
-                carrier = self._env.port.route(self._ctx.dgid)
-                self._responder.responses.run_short(carrier)
-            self._responder.responses.clear()
+        if self._responses is not None:
+            self._responses.run_short(self._env.port.route(self._ctx.dgid))
+            self._responses.clear()
 
     def _forget_work(self) -> None:
         self._sender.reset(0)

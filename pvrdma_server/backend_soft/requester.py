@@ -60,7 +60,7 @@ class Requester:
     """Send side of one RC queue pair. `more`: it could go on at once, had the turn not ended."""
 
     __slots__ = (
-        "_ack_every", "_chunk", "_owner", "_window", "acked", "ctx", "deadline_ns", "failing",
+        "_ack_every", "_chunk", "_owner", "_stalled", "_window", "acked", "ctx", "deadline_ns", "failing",
         "more", "psn", "queue", "queued_ns", "reads", "recovering", "retries_left", "rnr_left",
         "rnr_wait", "sent",
     )  # fmt: skip
@@ -81,7 +81,7 @@ class Requester:
         self.psn = self.sent = psn
         self.acked = psn - 1
         self.reads = 0
-        self.failing = self.recovering = self.rnr_wait = self.more = False
+        self.failing = self.recovering = self.rnr_wait = self.more = self._stalled = False
         self.retries_left, self.rnr_left = self.ctx.retry_cnt, self.ctx.rnr_retry
         self.deadline_ns: int | None = None
 
@@ -95,6 +95,7 @@ class Requester:
     def run(self, carrier: Carrier | None, chunks: int) -> int:
         """Send up to `chunks` messages; the bytes sent."""
         self.more = False
+        self._stalled = True
         moved = 0
         queue = self.queue
         while queue.flying < self._window and not self.rnr_wait:
@@ -113,7 +114,7 @@ class Requester:
 
     def _next(self) -> Wqe | None:
         queue = self.queue
-        wqe = queue.next_resend(self.acked + 1)
+        wqe = queue.next_resend(self.acked + 1) if queue.resend else None
         while wqe is None and self.ctx.state == RTS and not self.failing:
             wr = self._pull()
             if wr is None:
@@ -128,9 +129,14 @@ class Requester:
             return None
         wr = queue.held or self._owner.pop_send()
         if wr is None:
+            # The next doorbell goes on, no response need.
+            self._stalled = False
             return None
-        queue.held = wr if self._must_wait(wr) else None
-        return None if queue.held else wr
+        queue.held = None
+        if (self.reads or wr.opcode == OP_LOCAL_INV) and self._must_wait(wr):
+            queue.held = wr
+            return None
+        return wr
 
     def _must_wait(self, wr: SendWr) -> bool:
         opcode = wr.opcode
@@ -221,16 +227,17 @@ class Requester:
         self._retire()
 
     def _arm_timer(self) -> None:
-        timeout_ns = self.ctx.timeout_ns
-        if timeout_ns:
-            self.ctx.env.timers.set(self, self.ctx.env.now_ns + timeout_ns)
+        ctx = self.ctx
+        if ctx.timeout_ns:
+            ctx.env.timers.set(self, ctx.env.now_ns + ctx.timeout_ns)
 
     # -- responses --------------------------------------------------------------------------
 
     def response(self, message: RcMessage, payload: Sequence[memoryview]) -> None:
         """An ACK, a NAK, READ data or an atomic's result from our peer."""
-        distance = (message.psn - self.acked - 1) & PSN_MASK
-        psn = self.acked + 1 + distance
+        unacked_psn = self.acked + 1
+        distance = (message.psn - unacked_psn) & PSN_MASK
+        psn = unacked_psn + distance
         if distance >= PSN_HALF or psn >= self.sent:
             self.ctx.env.counters.stale_response += 1
         elif message.kind == wire.ACK:
@@ -252,8 +259,7 @@ class Requester:
             count = psn - max(self.acked, head.first - 1)
             self.queue.acknowledge_part(count, self._chunk)
         self.acked = psn
-        self._retire()
-        head = self.queue.head()
+        head = self._retire()
         if head is not None and head.kind >= READ_REQUEST and head.first <= psn:
             # What follows a READ or atomic arrived, but its own response did not: repeat it.
             self.acked = head.first - 1
@@ -264,11 +270,12 @@ class Requester:
         ctx = self.ctx
         self.retries_left, self.rnr_left = ctx.retry_cnt, ctx.rnr_retry
         self.recovering = self.rnr_wait = False
-        if self.queue.idle:
+        if self.queue.head() is None:
             self.deadline_ns = None
         else:
             self._arm_timer()
-        ctx.schedule()
+        if self._stalled or ctx.state != RTS:
+            ctx.schedule()
 
     def _answered(self, message: RcMessage, payload: Sequence[memoryview], psn: int) -> None:
         wqe = self.queue.head()
@@ -367,18 +374,20 @@ class Requester:
 
     # -- completing -------------------------------------------------------------------------
 
-    def _retire(self) -> None:
+    def _retire(self) -> Wqe | None:
+        # Complete what is done; the oldest request that is not, if there is one.
         queue = self.queue
         while (wqe := queue.head()) is not None:
             if not wqe.answered and (wqe.kind >= READ_REQUEST or wqe.last > self.acked):
-                return
+                return wqe
             if wqe.status:
                 self._fail_head(wqe.status)
-                return
+                break
             queue.drop_head()
             wr = wqe.wr
             if wr.signaled:
                 self._owner.complete_send(Completion(wr.wr_id, 0, WC_OF_WR[wr.opcode], wqe.total))
+        return None
 
     def _fail_head(self, status: int) -> None:
         wqe = self.queue.head()

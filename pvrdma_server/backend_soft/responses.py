@@ -30,34 +30,31 @@ class _Response:
 class ResponseQueue:
     """What one QP has to answer. `more`: it could go on at once, had the turn not ended."""
 
-    __slots__ = ("_queue", "ctx", "more")
+    __slots__ = ("ctx", "more", "queue")
 
     def __init__(self, ctx: QpContext) -> None:
         self.ctx = ctx
-        self._queue: deque[_Response] = deque()
+        self.queue: deque[_Response] = deque()
         self.more = False
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
 
     @property
     def jobs(self) -> int:
         """READs and atomics not answered yet."""
-        return sum(1 for response in self._queue if response.kind in _JOBS)
+        return sum(1 for response in self.queue if response.kind in _JOBS)
 
     def clear(self) -> None:
         """Forget all."""
-        self._queue.clear()
+        self.queue.clear()
         self.more = False
 
     def forget_from(self, psn: int) -> None:
         """Forget the responses to `psn` and everything after it."""
-        while self._queue and self._queue[-1].psn >= psn:
-            self._queue.pop()
+        while self.queue and self.queue[-1].psn >= psn:
+            self.queue.pop()
 
     def acknowledge(self, psn: int) -> None:
         """Everything up to `psn` is done."""
-        queue = self._queue
+        queue = self.queue
         if queue and queue[-1].kind == wire.ACK:
             queue[-1].psn = max(queue[-1].psn, psn)
         else:
@@ -65,8 +62,8 @@ class ResponseQueue:
 
     def nak(self, psn: int, code: int) -> None:
         """`psn` is refused. A NAK that is still here is replaced: its PSN is the same."""
-        if self._queue and self._queue[-1].kind == wire.NAK:
-            self._queue.pop()
+        if self.queue and self.queue[-1].kind == wire.NAK:
+            self.queue.pop()
         self._append(_Response(wire.NAK, psn, code))
 
     def atomic(self, psn: int, found: int) -> None:
@@ -80,14 +77,14 @@ class ResponseQueue:
         self._append(job)
 
     def _append(self, response: _Response) -> None:
-        self._queue.append(response)
+        self.queue.append(response)
         self.ctx.schedule()
 
     def run(self, carrier: Carrier | None, chunks: int) -> int:
         """Send up to `chunks` messages; the bytes sent."""
         self.more = False
         moved = 0
-        queue = self._queue
+        queue = self.queue
         if carrier is None:
             self.ctx.env.counters.no_route += len(queue)
             queue.clear()
@@ -106,7 +103,7 @@ class ResponseQueue:
 
     def run_short(self, carrier: Carrier | None) -> None:
         """Send what precedes any READ data, as far as there is room."""
-        queue = self._queue
+        queue = self.queue
         while carrier is not None and queue and queue[0].kind != wire.READ_RESPONSE:
             if self._emit(carrier, queue[0]) < 0:
                 break
@@ -123,7 +120,7 @@ class ResponseQueue:
         if not carrier.send(header, ()):
             return -1
         ctx.env.counters.tx_messages += 1
-        self._queue.popleft()
+        self.queue.popleft()
         return 0
 
     def _emit_read(self, carrier: Carrier, job: _Response) -> int:
@@ -146,11 +143,11 @@ class ResponseQueue:
         ctx.env.counters.tx_messages += 1
         job.offset += length
         if last:
-            self._queue.popleft()
+            self.queue.popleft()
         return length
 
     def _read_failed(self, job: _Response) -> None:
         # The key went, or its memory did: what was asked after this one gets no answer.
-        self._queue.clear()
-        self._queue.append(_Response(wire.NAK, job.psn, wire.NAK_REMOTE_ACCESS))
+        self.queue.clear()
+        self.queue.append(_Response(wire.NAK, job.psn, wire.NAK_REMOTE_ACCESS))
         self.ctx.fail(ERR, EVENT_ACCESS_ERR)

@@ -67,8 +67,9 @@ class SendQueue:
 
     def drop_head(self) -> None:
         """Take the oldest request out; there must be one."""
-        if self.unacked:
-            wqe = self.unacked.popleft()
+        unacked = self.unacked
+        if unacked:
+            wqe = unacked.popleft()
         elif self.current is not None:
             wqe, self.current = self.current, None
         else:
