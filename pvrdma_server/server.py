@@ -8,7 +8,8 @@ Contract: `run` returns when it was asked to stop (SIGTERM, SIGINT) and raises w
 import os
 import signal
 import time
-from dataclasses import asdict
+from collections import Counter
+from dataclasses import fields
 from typing import Any, Final, NamedTuple
 
 import structlog
@@ -17,11 +18,18 @@ import trio
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.backend_soft import SoftBackend, SoftConfig
 from pvrdma_server.caps import DeviceConfig
-from pvrdma_server.device import PvrdmaDevice
+from pvrdma_server.device import DeviceCounters, PvrdmaDevice
 from pvrdma_server.guest_memory import PAGE_SIZE
 from pvrdma_server.regions import REGISTERS_SIZE, Regions, uar_bar_size
 from pvrdma_server.status import process_facts, serve_status
-from pvrdma_server.vfio_user import Bar, MmapArea, PciIdentity, ResetReason, VfioUserContext
+from pvrdma_server.vfio_user import (
+    Bar,
+    MmapArea,
+    PciIdentity,
+    ResetReason,
+    VfioCounters,
+    VfioUserContext,
+)
 from pvrdma_server.watcher import make_watcher
 
 # The device's class: network controller, other. Drivers do not look at it. Source: QEMU's removed device.
@@ -231,10 +239,18 @@ class Server:
                 index: {"gid": gid.gid.hex(), "type": gid.gid_type}
                 for index, gid in sorted(device.resources.gids.items())
             },
-            "device": asdict(device.counters),
-            "vfio_user": asdict(self._vfio.counters),
+            "device": _plain(device.counters),
+            "vfio_user": _plain(self._vfio.counters),
             "process": process_facts(),
         }
+
+
+def _plain(counters: DeviceCounters | VfioCounters) -> dict[str, Any]:
+    """Counters as JSON values. Not `asdict`: before Python 3.12 it makes a Counter of a Counter's items."""
+    values = {record.name: getattr(counters, record.name) for record in fields(counters)}
+    return {
+        name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()
+    }
 
 
 async def serve(config: ServerConfig) -> None:
