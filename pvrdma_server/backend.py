@@ -8,6 +8,7 @@ A backend reports through the owner objects it was given, synchronously, from in
 that caused it. Order per queue is the order of posting.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from pvrdma_server.abi.pvrdma_verbs import PortAttr, QpAttr
@@ -287,3 +288,18 @@ class RdmaBackend(Protocol):
 
     def close(self) -> None:
         """Give everything back; the backend is not used again."""
+
+
+class HostBackend(RdmaBackend, Protocol):
+    """A backend over a device of the host, which works by itself and says by a descriptor when it has done something.
+
+    Attributes:
+        wait_fd: readable when `progress` has something to do.
+        on_event: called with events of port and device (EqeType, port number) for the guest.
+    """
+
+    wait_fd: int
+    on_event: Callable[[int, int], None]
+
+    def memory_mapped(self) -> None:
+        """The client has mapped memory; what comes back may not be what was there."""

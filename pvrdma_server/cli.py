@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +16,8 @@ from pvrdma_server import __version__
 from pvrdma_server.backend_soft import SoftConfig
 from pvrdma_server.caps import DeviceConfig
 from pvrdma_server.errors import PvrdmaError
-from pvrdma_server.server import ServerConfig, serve
+from pvrdma_server.gid_sync import Policy
+from pvrdma_server.server import HostConfig, ServerConfig, serve
 from pvrdma_server.status import read_status
 
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
@@ -72,6 +74,27 @@ def node_guid_of(name: str) -> bytes:
     help="Doorbell pages of the guest's processes: memory that is watched, or registers that are trapped.",
 )
 @click.option(
+    "--backend",
+    type=click.Choice(["soft", "ibv"]),
+    default="soft",
+    show_default=True,
+    help="Embedded, without RDMA on the host, or a host RDMA device through verbs.",
+)
+@click.option("--ibdev", help="Host RDMA device of --backend ibv, as ibv_devices lists it.")
+@click.option("--ibport", type=int, default=1, show_default=True, help="Its port.")
+@click.option(
+    "--gid-policy",
+    type=click.Choice([policy.value for policy in Policy]),
+    default=Policy.CHECK.value,
+    show_default=True,
+    help="With --backend ibv: add the guest's addresses to the port's netdev, or only say which are missing.",
+)
+@click.option(
+    "--state-dir",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="Folder for what must survive a crash: the addresses that --gid-policy add has added.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(list(_LEVELS)),
     default="info",
@@ -87,6 +110,11 @@ def main(
     name: str | None,
     roce_version: str,
     doorbells: str,
+    backend: str,
+    ibdev: str | None,
+    ibport: int,
+    gid_policy: str,
+    state_dir: Path | None,
     log_level: str,
 ) -> None:
     """Serve a PVRDMA device to one virtual machine over vfio-user.
@@ -103,6 +131,8 @@ def main(
         return
     if (socket_path is None) == (listen_fd is None):
         raise click.UsageError("give --socket-path or --fd, and not both")
+    if (backend == "ibv") != (ibdev is not None):
+        raise click.UsageError("--backend ibv and --ibdev go together")
     configure_logging(log_level)
     identity = name or socket_path or f"fd {listen_fd}"
     config = ServerConfig(
@@ -111,6 +141,7 @@ def main(
         status_path=status_socket,
         device=DeviceConfig(roce_version=int(roce_version), mapped_doorbells=doorbells == "mapped"),
         soft=SoftConfig(name=identity, node_guid=node_guid_of(identity)),
+        host=_host_config(ibdev, ibport, gid_policy, state_dir, identity),
     )
     failures: list[str] = []
     try:
@@ -119,6 +150,15 @@ def main(
         failures = [str(e) for e in _leaves(group)]
     if failures:
         raise click.ClickException("; ".join(failures))
+
+
+def _host_config(
+    ibdev: str | None, ibport: int, gid_policy: str, state_dir: Path | None, identity: str
+) -> HostConfig | None:
+    if ibdev is None:
+        return None
+    marker = state_dir / f"gids-{node_guid_of(identity).hex()}.json" if state_dir else None
+    return HostConfig(ibdev, ibport, node_guid_of(identity), Policy(gid_policy), marker)
 
 
 def _leaves(group: BaseExceptionGroup[PvrdmaError]) -> Iterator[PvrdmaError]:

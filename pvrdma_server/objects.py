@@ -246,7 +246,9 @@ class Srq:
 
     def check_limit(self) -> None:
         """Fire and disarm the limit if it has been reached."""
-        if self.limit and self.receiver.used() < self.limit:
+        # What a host device has taken and not used is still posted, to the guest.
+        used = self.receiver.used() + getattr(self.backend, "held", 0)
+        if self.limit and used < self.limit:
             self.limit = 0
             self.hooks.async_event(EqeType.SRQ_LIMIT_REACHED, self.handle)
 

@@ -10,15 +10,19 @@ import signal
 import time
 from collections import Counter
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import structlog
 import trio
 
 from pvrdma_server.abi import pvrdma_dev_api as api
+from pvrdma_server.backend import HostBackend
 from pvrdma_server.backend_soft import SoftBackend, SoftConfig
 from pvrdma_server.caps import DeviceConfig
 from pvrdma_server.device import DeviceCounters, PvrdmaDevice
+from pvrdma_server.errors import ConfigError
+from pvrdma_server.gid_sync import GidSync, Policy, Pyroute2Netlink
 from pvrdma_server.guest_memory import PAGE_SIZE
 from pvrdma_server.regions import REGISTERS_SIZE, Regions, uar_bar_size
 from pvrdma_server.status import process_facts, serve_status
@@ -43,14 +47,53 @@ RETRY_NS: Final = 5_000_000
 MODERATION_NS: Final = 100_000
 
 
+class HostConfig(NamedTuple):
+    """The host RDMA device to use instead of the embedded backend.
+
+    Attributes:
+        device: its name, as `ibv_devices` lists it.
+        port: its port, from 1.
+        node_guid: the guest device's, 8 bytes in wire order.
+        gid_policy: whether the port's netdev may be given the guest's addresses.
+        gid_marker: file that names the addresses given, for the start after a crash.
+    """
+
+    device: str
+    port: int
+    node_guid: bytes
+    gid_policy: Policy
+    gid_marker: Path | None
+
+
 class ServerConfig(NamedTuple):
-    """One server. `listen_fd` is a listening socket to use instead of `socket_path` (socket activation)."""
+    """One server. `listen_fd` is a listening socket to use instead of `socket_path` (socket activation).
+
+    `host` chooses the backend over host verbs; None is the embedded one.
+    """
 
     socket_path: str | None
     listen_fd: int | None
     status_path: str | None
     device: DeviceConfig
     soft: SoftConfig
+    host: HostConfig | None = None
+
+
+def open_host(config: HostConfig) -> HostBackend:
+    """The backend over the host's RDMA device.
+
+    Raises:
+        ConfigError: pyverbs or the device is missing.
+    """
+    try:
+        from pvrdma_server.backend_ibv import IbvBackend, IbvConfig
+    except ImportError as e:
+        raise ConfigError(
+            f"--backend ibv needs pyverbs 60 or newer (Debian: python3-pyverbs): {e}"
+        ) from e
+    netlink = Pyroute2Netlink() if config.gid_policy is Policy.ADD else None
+    keeper = GidSync(config.gid_policy, config.gid_marker, netlink)
+    return IbvBackend(IbvConfig(config.device, config.port, config.node_guid), keeper)
 
 
 def mmap_area(config: DeviceConfig) -> MmapArea:
@@ -87,7 +130,8 @@ class Server:
         self._moderate_ns: int | None = None
         self._deadline_ns: int | None = None
         self._log: Any = structlog.get_logger(component="server")
-        self.backend = SoftBackend(
+        self._host = open_host(config.host) if config.host is not None else None
+        self.backend = self._host or SoftBackend(
             clock_ns=time.monotonic_ns, on_work=self._work.wake, config=config.soft
         )
         # With trapped doorbells the watcher watches nothing and is a clock with microseconds, which epoll lacks.
@@ -96,6 +140,8 @@ class Server:
         self.device = PvrdmaDevice(
             self.backend, self, config.device, self._watcher if mapped else None
         )
+        if self._host is not None:
+            self._host.on_event = self.device.async_event
         self._regions = Regions(self.device)
         self._mmap_fd = os.memfd_create("pvrdma-uar", os.MFD_CLOEXEC)
         size = uar_bar_size(config.device.max_uar)
@@ -151,6 +197,8 @@ class Server:
     def dma_map(self, iova: int, length: int, view: memoryview | None, *, writable: bool) -> None:
         """See `vfio_user.DeviceModel`."""
         self.device.dma_map(iova, length, view, writable=writable)
+        if self._host is not None:
+            self._host.memory_mapped()
 
     def dma_unmap(self, iova: int, length: int) -> None:
         """See `vfio_user.DeviceModel`."""
@@ -177,6 +225,8 @@ class Server:
             nursery.start_soon(self._stop_on_signal, nursery.cancel_scope)
             nursery.start_soon(self._work_task)
             nursery.start_soon(self._watch_task)
+            if self._host is not None:
+                nursery.start_soon(self._host_task, self._host)
             if status_path is not None:
                 nursery.start_soon(serve_status, status_path, self.snapshot)
             await nursery.start(self._vfio.serve)
@@ -208,6 +258,15 @@ class Server:
                 self._moderate_ns = None
                 self.device.moderate()
             if more:
+                self._work.wake()
+            else:
+                self._set_deadline()
+
+    async def _host_task(self, host: HostBackend) -> None:
+        """Wakes for the host device's completions and events."""
+        while True:
+            await trio.lowlevel.wait_readable(host.wait_fd)
+            if self.device.progress(WORK_BUDGET):
                 self._work.wake()
             else:
                 self._set_deadline()

@@ -311,6 +311,8 @@ class Bench:
     woken: "Bell"
     close: Callable[[], None]
     step_budget: int = 1 << 20
+    # Host verbs do not say of a received message whether its sender asked for an event.
+    tells_solicited: bool = True
 
     @property
     def backends(self) -> list[RdmaBackend]:

@@ -7,12 +7,9 @@ guests have. `sync` copies the clone; `scripts/host/setup` in it makes the rxe d
 import dataclasses
 import io
 import json
-import os
 import shlex
-import subprocess
 import tarfile
 import time
-from pathlib import Path
 
 from pvrdma_lab import agent_client, paths
 from pvrdma_lab.agent_client import AgentError, Result, Running
@@ -80,7 +77,8 @@ class HostVm:
             for library in extension.iterdir():
                 tar.add(library, f"pvrdma_server/{library.name}")
         self.check(
-            f"rm -rf {PROJECT}/pvrdma_server {PROJECT}/tests {PROJECT}/scripts; mkdir -p {PROJECT}; tar xf - -C {PROJECT}",
+            # What Python has compiled stays, for as long as its source is the same.
+            f"mkdir -p {PROJECT} && find {PROJECT} -type f ! -name '*.pyc' -delete && tar xf - -C {PROJECT}",
             stdin=archive.getvalue(),
         )
         nested = find_nested()
@@ -125,7 +123,7 @@ class HostVm:
 
     def project(self, command: str) -> str:
         """Returns the words that run a command in the clone's folder."""
-        return f"cd {PROJECT} && PYTHONPATH={PROJECT} PYTHONDONTWRITEBYTECODE=1 {command}"
+        return f"cd {PROJECT} && PYTHONPATH={PROJECT} {command}"
 
     # -- inside --
 

@@ -1,5 +1,6 @@
 """The benches every backend must pass the contract on; a backend adds its makers to `BENCHES`."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -29,6 +30,10 @@ def soft_pair() -> Bench:
 
 
 BENCHES: dict[str, Callable[[], Bench]] = {"loopback": soft_loopback, "pair": soft_pair}
+if "PVRDMA_IBV_DEVICE" in os.environ:
+    import ibv_bench
+
+    BENCHES = ibv_bench.BENCHES
 
 
 @pytest.fixture(params=list(BENCHES))

@@ -1,0 +1,152 @@
+"""The guest's GIDs on the host's port, and address handles for datagrams.
+
+A GID works only if the host's port has it, at an index of its own choosing; the kernel makes that entry from an address
+of the port's netdev. Who may give the netdev an address is the `AddressKeeper`'s business (gid_sync.py).
+"""
+
+import errno
+import socket
+import time
+from collections import OrderedDict
+from typing import Any, Final, Protocol
+
+import structlog
+from pyverbs.addr import AH
+
+from pvrdma_server.backend import Ud
+from pvrdma_server.backend_ibv.host import (
+    GID_TYPE_ROCE_V1,
+    GID_TYPE_ROCE_V2,
+    HostDevice,
+    ah_attr_of_av,
+    gid_text,
+    verb,
+)
+from pvrdma_server.backend_ibv.memory import IbvPd
+from pvrdma_server.errors import BackendError
+
+# The kernel makes a GID of a new address in a work item of its own: some milliseconds.
+_APPEAR_S: Final = 0.5
+_LOOK_AGAIN_S: Final = 0.002
+# A guest can name 2^128 destinations; each handle costs the host an object.
+_MAX_HANDLES: Final = 1024
+# Source: enum pvrdma_gid_type: bits, not numbers.
+_GUEST_ROCE_V1: Final = 1
+
+
+class AddressKeeper(Protocol):
+    """Gives the host's netdev the addresses behind the guest's GIDs, if it may."""
+
+    def add(self, netdev: str, gid: bytes) -> bool:
+        """See that `netdev` has the address of `gid`; false when it lacks it and must not be given it (logged)."""
+
+    def remove(self, gid: bytes) -> None:
+        """Take the address away again, if it was ours."""
+
+    def clear(self) -> None:
+        """Take every address of ours away."""
+
+
+class Addresses:
+    """The guest's GID table as the host sees it."""
+
+    def __init__(self, device: HostDevice, keeper: AddressKeeper) -> None:
+        self._device = device
+        self._keeper = keeper
+        self._gids: dict[int, tuple[bytes, int]] = {}
+        self._known: dict[int, int] = {}
+        self._handles: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._log: Any = structlog.get_logger(component="backend_ibv")
+
+    def add(self, index: int, gid: bytes, guest_type: int) -> None:
+        """Own a GID; its address is added if need be and allowed."""
+        host_type = GID_TYPE_ROCE_V1 if guest_type == _GUEST_ROCE_V1 else GID_TYPE_ROCE_V2
+        self._gids[index] = (gid, host_type)
+        self._known.pop(index, None)
+        if self._find(gid, host_type) is None:
+            self._keeper.add(self.netdev(), gid)
+
+    def remove(self, index: int) -> None:
+        """Give a GID up."""
+        gid, _ = self._gids.pop(index, (b"", 0))
+        self.forget_indices()
+        if gid and not any(gid == other for other, _ in self._gids.values()):
+            self._keeper.remove(gid)
+
+    def clear(self) -> None:
+        """Give every GID up."""
+        self._gids.clear()
+        self.forget_indices()
+        self._keeper.clear()
+
+    def forget_indices(self) -> None:
+        """The host's table has changed: look GIDs up again, and make address handles again."""
+        self._known.clear()
+        self.close_handles()
+
+    def host_index(self, index: int) -> int:
+        """The host's index of the guest's GID.
+
+        Raises:
+            BackendError: the guest has no such GID, or the host's port has not.
+        """
+        known = self._known.get(index)
+        if known is not None:
+            return known
+        if index not in self._gids:
+            raise BackendError(errno.EINVAL, "ibv_modify_qp", f"the guest has no GID {index}")
+        gid, host_type = self._gids[index]
+        found = self._await(gid, host_type)
+        if found is None:
+            raise BackendError(
+                errno.EADDRNOTAVAIL, "ibv_modify_qp",
+                f"GID {gid_text(gid)} is not in the table of {self._device.name} port {self._device.port}: "
+                f"add its address to {self.netdev()}, or run with --gid-policy add",
+            )  # fmt: skip
+        self._known[index] = found
+        return found
+
+    def _await(self, gid: bytes, host_type: int) -> int | None:
+        deadline = time.monotonic() + _APPEAR_S
+        while (found := self._find(gid, host_type)) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_S)
+        return found
+
+    def _find(self, gid: bytes, host_type: int) -> int | None:
+        for entry in self._device.gids():
+            if entry.gid == gid and entry.gid_type == host_type:
+                return entry.number
+        return None
+
+    def netdev(self) -> str:
+        """The netdev of the host's port."""
+        for entry in self._device.gids():
+            if entry.ifindex:
+                try:
+                    return socket.if_indextoname(entry.ifindex)
+                except OSError:
+                    continue
+        return "its netdev"
+
+    # --- address handles ---------------------------------------------------------------------------------------------
+
+    def handle(self, pd: IbvPd, ud: Ud) -> Any:
+        """An address handle for a datagram, made or found. Raises BackendError."""
+        key = (id(pd), ud.av)
+        found = self._handles.get(key)
+        if found is not None:
+            self._handles.move_to_end(key)
+            return found
+        if len(self._handles) >= _MAX_HANDLES:
+            _, oldest = self._handles.popitem(last=False)
+            oldest.close()
+        attr = ah_attr_of_av(ud.av, self.host_index(ud.av.sgid_index), self._device.port)
+        with verb("ibv_create_ah", f"nobody answers for {gid_text(ud.av.dgid)}"):
+            made = AH(pd.pd, attr=attr)
+        self._handles[key] = made
+        return made
+
+    def close_handles(self, pd: IbvPd | None = None) -> None:
+        """Destroy the address handles of one protection domain, or all."""
+        for key in [k for k in self._handles if pd is None or k[0] == id(pd)]:
+            self._handles.pop(key).close()

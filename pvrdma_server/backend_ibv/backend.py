@@ -1,0 +1,284 @@
+"""`IbvBackend`: the parts put together, and the host's events.
+
+Contract: see backend.py. `wait_fd` becomes readable when `progress` has something to do; whoever waits on it calls
+`progress` then, which takes what made it readable.
+"""
+
+import itertools
+import select
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import structlog
+
+from pvrdma_server.abi.pvrdma_dev_api import EqeType
+from pvrdma_server.abi.pvrdma_verbs import PortAttr, QpType
+from pvrdma_server.backend import (
+    BackendMr,
+    BackendPd,
+    BackendQp,
+    BackendSrq,
+    QpInit,
+    QpOwner,
+    SrqOwner,
+    Ud,
+)
+from pvrdma_server.backend_ibv.addresses import Addresses, AddressKeeper
+from pvrdma_server.backend_ibv.gsi import GsiQp
+from pvrdma_server.backend_ibv.host import EVENT, HostDevice, make_limits, make_port_attr, verb
+from pvrdma_server.backend_ibv.memory import IbvMr, IbvPd, Registrar
+from pvrdma_server.backend_ibv.qp import IbvQp
+from pvrdma_server.backend_ibv.queues import CompletionQueues
+from pvrdma_server.backend_ibv.srq import IbvSrq
+from pvrdma_server.errors import BackendError, ConfigError
+from pvrdma_server.guest_memory import GuestMemory, GuestPages
+
+# Completions taken from one host queue in one `progress`: some hundred microseconds.
+_BUDGET: Final = 64
+_MAX_EVENTS: Final = 16
+
+
+class IbvConfig(NamedTuple):
+    """Which host device, and who the guest's device is.
+
+    Attributes:
+        device: name of the host's RDMA device.
+        port: its port, from 1.
+        node_guid: 8 bytes in wire order, the guest device's own.
+    """
+
+    device: str
+    port: int
+    node_guid: bytes
+
+
+def _ignore(_event: int, _info: int) -> None:
+    return None
+
+
+class IbvBackend:
+    """A host RDMA device. Implements `backend.RdmaBackend`.
+
+    Raises:
+        ConfigError: the device cannot be used.
+
+    Attributes:
+        on_event: takes the host's events of port and device (EqeType, port number), for the guest.
+        wait_fd: readable when `progress` has something to do.
+    """
+
+    def __init__(self, config: IbvConfig, keeper: AddressKeeper) -> None:
+        self._device = HostDevice(config.device, config.port)
+        self.port = config.port
+        self.limits = make_limits(self._device, config.node_guid)
+        self.on_event: Callable[[int, int], None] = _ignore
+        self._epoll = select.epoll()
+        self.wait_fd = self._epoll.fileno()
+        self.cqs = CompletionQueues(self._device, self._watch)
+        self.addresses = Addresses(self._device, keeper)
+        if self._device.async_fd >= 0:
+            self._watch(self._device.async_fd)
+        self._numbers = itertools.count(1)
+        self._qps: dict[int, IbvQp] = {}
+        self._gsi: GsiQp | None = None
+        self._pds: list[IbvPd] = []
+        self._log: Any = structlog.get_logger(component="backend_ibv", device=config.device)
+        self._troubles: set[tuple[str, int]] = set()
+        self._log.info("host_device", port=config.port, on_demand=self._device.on_demand)
+
+    def _watch(self, fd: int) -> None:
+        self._epoll.register(fd, select.EPOLLIN)
+
+    # --- backend.RdmaBackend -----------------------------------------------------------------------------------------
+
+    def attach(self, memory: GuestMemory) -> None:
+        """See `backend.RdmaBackend`."""
+        self.registrar = Registrar(self._device, memory)
+
+    def memory_mapped(self) -> None:
+        """The client has mapped memory: what of it is another file's than before is registered anew."""
+        self.registrar.memory_mapped(self._pds)
+
+    def query_port(self) -> PortAttr:
+        """See `backend.RdmaBackend`."""
+        with verb("ibv_query_port"):
+            return make_port_attr(self._device.port_attr())
+
+    def add_gid(self, index: int, gid: bytes, gid_type: int) -> None:
+        """See `backend.RdmaBackend`."""
+        self.addresses.add(index, gid, gid_type)
+
+    def remove_gid(self, index: int) -> None:
+        """See `backend.RdmaBackend`."""
+        self.addresses.remove(index)
+
+    def create_pd(self, *, privileged: bool) -> BackendPd:
+        """See `backend.RdmaBackend`."""
+        pd = self.registrar.create_pd(privileged=privileged)
+        pd.on_destroy = self._forget_pd
+        self._pds.append(pd)
+        return pd
+
+    def _forget_pd(self, pd: IbvPd) -> None:
+        self._pds.remove(pd)
+        self.addresses.close_handles(pd)
+
+    def reg_mr(
+        self, pd: BackendPd, *, start: int, length: int, access: int, pages: GuestPages
+    ) -> BackendMr:
+        """See `backend.RdmaBackend`."""
+        return self._reg_mr(_host_pd(pd), start, length, access, pages)
+
+    def _reg_mr(self, pd: IbvPd, start: int, length: int, access: int, pages: GuestPages) -> IbvMr:
+        return self.registrar.reg_mr(pd, start=start, length=length, access=access, pages=pages)
+
+    def reg_dma_mr(self, pd: BackendPd, *, access: int) -> BackendMr:
+        """See `backend.RdmaBackend`."""
+        return self.registrar.reg_dma_mr(_host_pd(pd))
+
+    def alloc_fast_reg_mr(self, pd: BackendPd, *, max_pages: int) -> BackendMr:
+        """See `backend.RdmaBackend`. Not to be had over host verbs, and not advertised."""
+        raise BackendError(
+            95, "ibv_alloc_mr", "FAST_REG_MR needs the embedded backend (--backend soft)"
+        )
+
+    def create_srq(
+        self, pd: BackendPd, owner: SrqOwner, *, max_wr: int, max_sge: int
+    ) -> BackendSrq:
+        """See `backend.RdmaBackend`."""
+        return IbvSrq(
+            _host_pd(pd), owner, self.registrar, self.number, max_wr=max_wr, max_sge=max_sge
+        )
+
+    def create_qp(
+        self, pd: BackendPd, owner: QpOwner, init: QpInit, srq: BackendSrq | None
+    ) -> BackendQp:
+        """See `backend.RdmaBackend`."""
+        if init.qp_type == QpType.GSI:
+            if self._gsi is not None:
+                raise BackendError(16, "ibv_create_qp", "there is one QP1")
+            self._gsi = GsiQp(owner, self._forget_gsi)
+            return self._gsi
+        assert srq is None or isinstance(srq, IbvSrq)
+        qp = IbvQp(self, _host_pd(pd), owner, init, srq)
+        self._qps[qp.qpn] = qp
+        return qp
+
+    def _forget_gsi(self, _: GsiQp) -> None:
+        self._gsi = None
+
+    def progress(self, budget_bytes: int) -> bool:
+        """See `backend.RdmaBackend`."""
+        more = self._drain()
+        ready = {fd for fd, _ in self._epoll.poll(0, _MAX_EVENTS)}
+        if self._device.async_fd in ready:
+            self._take_events()
+        if self.cqs.settle(ready):
+            more = self._drain() or more
+        return more
+
+    def _drain(self) -> bool:
+        touched: dict[IbvQp, None] = {}
+
+        def deliver(wc: Any) -> None:
+            qp = self._qps.get(int(wc.qp_num))
+            if qp is not None:
+                qp.completed(wc)
+                touched[qp] = None
+
+        more = self.cqs.drain(deliver, _BUDGET)
+        srqs = {qp.srq for qp in touched if qp.srq is not None}
+        for srq in srqs:
+            srq.recv_doorbell()
+        for qp in touched:
+            if self._qps.get(qp.qpn) is qp:
+                qp.refill()
+        return more
+
+    def next_deadline_ns(self) -> int | None:
+        """See `backend.RdmaBackend`. Nothing here has a clock."""
+        return None
+
+    def reset(self) -> None:
+        """See `backend.RdmaBackend`."""
+        self.addresses.clear()
+
+    def close(self) -> None:
+        """See `backend.RdmaBackend`."""
+        self.addresses.clear()
+        self.cqs.close()
+        self._epoll.close()
+        self._device.close()
+
+    # --- qp.Surroundings ---------------------------------------------------------------------------------------------
+
+    def number(self) -> int:
+        """See `qp.Surroundings`."""
+        return next(self._numbers)
+
+    def host_gid_index(self, index: int) -> int:
+        """See `qp.Surroundings`."""
+        return self.addresses.host_index(index)
+
+    def address_handle(self, pd: IbvPd, ud: Ud) -> Any:
+        """See `qp.Surroundings`."""
+        return self.addresses.handle(pd, ud)
+
+    def forget_qp(self, qp: IbvQp) -> None:
+        """See `qp.Surroundings`."""
+        self._qps.pop(qp.qpn, None)
+
+    def host_trouble(self, error: BackendError) -> None:
+        """See `qp.Surroundings`."""
+        key = (error.verb, error.errno)
+        if key not in self._troubles:
+            self._troubles.add(key)
+            self._log.error("host_verb_failed", error=str(error), once=True)
+
+    # --- events of the host ------------------------------------------------------------------------------------------
+
+    def _take_events(self) -> None:
+        while (kind := self._device.next_event()) is not None:
+            self._log.info("host_event", kind=EVENT(kind).name)
+            self._take_event(kind)
+
+    def _take_event(self, kind: int) -> None:
+        qps = list(self._qps.values())
+        if kind == EVENT.IBV_EVENT_QP_LAST_WQE_REACHED:
+            for qp in qps:
+                qp.last_wqe()
+        elif kind == EVENT.IBV_EVENT_SQ_DRAINED:
+            for qp in qps:
+                qp.drained()
+        elif kind in _QP_ERRORS:
+            for qp in qps:
+                qp.fatal(_QP_ERRORS[kind])
+        elif kind in _PORT_EVENTS:
+            self.addresses.forget_indices()
+            self.on_event(_PORT_EVENTS[kind], 1)
+        elif kind == EVENT.IBV_EVENT_DEVICE_FATAL:
+            self._log.error(
+                "host_device_lost",
+                why="the host device failed or was removed; restart server and VM device",
+            )
+            self.on_event(int(EqeType.DEVICE_FATAL), 1)
+
+
+# Which queue pair, pyverbs does not say; each looks whether it is the one. SRQ limits are the core's own to watch,
+# and COMM_EST shows in the first receive that completes before RTS.
+_QP_ERRORS: Final = {
+    int(EVENT.IBV_EVENT_QP_FATAL): int(EqeType.QP_FATAL),
+    int(EVENT.IBV_EVENT_QP_REQ_ERR): int(EqeType.QP_REQ_ERR),
+    int(EVENT.IBV_EVENT_QP_ACCESS_ERR): int(EqeType.QP_ACCESS_ERR),
+}
+_PORT_EVENTS: Final = {
+    int(EVENT.IBV_EVENT_PORT_ACTIVE): int(EqeType.PORT_ACTIVE),
+    int(EVENT.IBV_EVENT_PORT_ERR): int(EqeType.PORT_ERR),
+    int(EVENT.IBV_EVENT_GID_CHANGE): int(EqeType.GID_CHANGE),
+}
+
+
+def _host_pd(pd: BackendPd) -> IbvPd:
+    if not isinstance(pd, IbvPd):
+        raise ConfigError("a protection domain of another backend")
+    return pd
