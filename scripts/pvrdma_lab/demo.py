@@ -18,7 +18,7 @@ from rich.table import Table
 from pvrdma_lab import paths
 from pvrdma_lab.guest import Guest
 from pvrdma_lab.lab import Lab
-from pvrdma_lab.programs import Measured, perftest, pingpong, rping
+from pvrdma_lab.programs import Measured, perftest, pingpong, rdma_check, rping
 from pvrdma_lab.state import LabError
 from pvrdma_server.errors import PvrdmaError
 from pvrdma_server.status import read_status
@@ -108,6 +108,19 @@ def _bandwidth(program: str, size_bytes: int, shows: str) -> DemoStep:
     return DemoStep(f"{program} {size_text(size_bytes)}", run)
 
 
+def _verify(guest: Guest) -> Row:
+    checks, moved = rdma_check(guest)
+    shows = "SEND, WRITE, READ, atomics"
+    return Row(
+        "rdma_check.py",
+        shows,
+        "1 B-1 MiB",
+        str(checks),
+        f"{moved} random bytes",
+        "every byte compared",
+    )
+
+
 def _rping(guest: Guest) -> Row:
     measured = rping(guest, guest, 4096, 20)
     return _row("rping", "rdma_cm, SEND, READ, WRITE", "every byte compared", measured)
@@ -115,10 +128,11 @@ def _rping(guest: Guest) -> Row:
 
 STEPS: tuple[DemoStep, ...] = (
     DemoStep("ibv_devinfo", _devinfo),
+    DemoStep("rdma_check.py", _verify),
     _pingpong(64, "", "RC SEND, polling"),
     _pingpong(4096, "-e", "RC SEND, completion events"),
     _pingpong(100_001, "-e", "an odd size"),
-    _pingpong(_MIB, "-e", "1 MiB, page by page"),
+    _pingpong(_MIB, "-e", "a megabyte"),
     *(
         _bandwidth(program, size_bytes, shows)
         for program, shows in (

@@ -4,9 +4,11 @@ Every function runs one pair of processes, checks the exit status of both and wh
 measured. Server and client may be one guest.
 """
 
+import json
 import re
 from dataclasses import dataclass
 
+from pvrdma_lab import paths
 from pvrdma_lab.agent_client import AgentError
 from pvrdma_lab.guest import Guest
 
@@ -113,7 +115,7 @@ def pingpong(
     program: str = "ibv_rc_pingpong",
     timeout_s: float = TIMEOUT_S,
 ) -> Measured:
-    """Runs ibv_rc_pingpong -c: both ends check every byte that they receive.
+    """Runs ibv_rc_pingpong -c: both ends look at the first byte of every page that they receive.
 
     Raises:
         LabError: it failed, or received other bytes than were sent.
@@ -179,3 +181,24 @@ def rping(
         if pings != iterations:
             raise client.error(words, f"{pings} pings of {iterations}:\n{output[-2000:]}")
     return Measured(size_bytes, iterations, None, None, outputs[1])
+
+
+def rdma_check(guest: Guest, *sizes: int, timeout_s: float = TIMEOUT_S) -> tuple[int, int]:
+    """Runs scripts/guest/rdma_check.py: every RC operation with random bytes, every byte compared.
+
+    Args:
+        guest: where it runs; one process has both ends.
+        sizes: of messages in bytes; none for the program's own choice.
+        timeout_s: seconds; it is killed then.
+
+    Returns:
+        How many operations it verified, and how many bytes.
+
+    Raises:
+        LabError: a byte, a completion or an atomic's value was wrong.
+    """
+    program = "/run/lab/rdma_check.py"
+    guest.write_file(program, (paths.GUEST_FILES / "rdma_check.py").read_bytes())
+    words = " ".join(map(str, sizes))
+    report = json.loads(guest.check(f"python3 {program} {words}", timeout_s).splitlines()[-1])
+    return report["checks"], report["bytes"]
