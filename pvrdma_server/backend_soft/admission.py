@@ -74,10 +74,11 @@ def _start_data(ctx: QpContext, wqe: Wqe, wr: SendWr) -> int:
     if opcode in (OP_SEND_IMM, OP_WRITE_IMM):
         flags |= wire.WITH_IMM
     wqe.flags = flags
-    wqe.total = total = sges_length(wr.sges)
-    if total > ctx.env.config.max_msg_size:
+    config, sges = ctx.env.config, wr.sges
+    wqe.total = total = sges[0].length if len(sges) == 1 else sges_length(sges)
+    if total > config.max_msg_size:
         return LOC_LEN_ERR
-    wqe.last = wqe.first + (total - 1) // ctx.env.config.chunk_bytes if total else wqe.first
+    wqe.last = wqe.first + (total - 1) // config.chunk_bytes if total else wqe.first
     return 0
 
 

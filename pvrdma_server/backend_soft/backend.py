@@ -134,12 +134,15 @@ class SoftBackend:
         if index in self._env.gids and self._env.gids[index].gid != gid:
             self.remove_gid(index)
         self._env.gids[index] = Gid(gid, gid_type)
+        self._env.own_gids.add(gid)
 
     def remove_gid(self, index: int) -> None:
         """Give the GID at `index` up; nothing when there is none."""
-        entry = self._env.gids.pop(index, None)
-        if entry is not None and not self._env.own_gid(entry.gid):
-            self._env.port.release(entry.gid)
+        env = self._env
+        entry = env.gids.pop(index, None)
+        if entry is not None and all(other.gid != entry.gid for other in env.gids.values()):
+            env.own_gids.discard(entry.gid)
+            env.port.release(entry.gid)
 
     def create_pd(self, *, privileged: bool) -> SoftPd:
         """A protection domain."""
@@ -210,18 +213,19 @@ class SoftBackend:
         if self._qps.pop(qp.qpn, None) is not None and qp.qpn != GSI_QPN:
             self._free_qpns.append(qp.qpn)
         for waiting in self._env.blocked.values():
-            if qp in waiting:
-                waiting.remove(qp)
+            waiting.pop(qp, None)
 
     # -- work -------------------------------------------------------------------------------
 
     def progress(self, budget_bytes: int) -> bool:
-        """Fire timers, deliver, give turns, until idle or the budget is used up."""
+        """Deliver and give turns until idle or the budget is used up, then fire timers.
+
+        Order: timers come last, for what they wait for may have arrived while we did not run.
+        """
         env = self._env
         env.now_ns = self._clock_ns()
         env.running, env.woken = True, False
         try:
-            env.timers.fire(env.now_ns)
             while budget_bytes > 0:
                 received = env.counters.rx_bytes
                 messages = env.port.poll(POLL_MESSAGES)
@@ -230,22 +234,24 @@ class SoftBackend:
                     budget_bytes -= received + messages * MESSAGE_COST_BYTES
                 elif not env.ready:
                     break
-                budget_bytes -= self._turns()
+                budget_bytes -= self._turns(budget_bytes)
+            env.timers.fire(env.now_ns)
         finally:
             env.running = False
         more = bool(env.ready) or env.port.pending
         env.woken = more
         return more
 
-    def _turns(self) -> int:
-        # One turn for everyone who was ready: round robin.
+    def _turns(self, budget_bytes: int) -> int:
+        # One turn for everyone who was ready, as far as the budget goes: round robin.
         ready = self._env.ready
-        turns = len(ready)
-        cost = turns * MESSAGE_COST_BYTES
-        for _ in range(turns):
+        cost = 0
+        for _ in range(len(ready)):
             qp = ready.popleft()
             qp.scheduled = False
-            cost += qp.run()
+            cost += MESSAGE_COST_BYTES + qp.run()
+            if cost >= budget_bytes:
+                break
         return cost
 
     def next_deadline_ns(self) -> int | None:
@@ -260,7 +266,7 @@ class SoftBackend:
         counters.rx_messages += 1
         length = 0
         if payload:
-            length = total_bytes(payload)
+            length = len(payload[0]) if len(payload) == 1 else total_bytes(payload)
             counters.rx_bytes += length
         try:
             message = parse_header_untrusted(header, length)
@@ -272,7 +278,7 @@ class SoftBackend:
             counters.unknown_qp += 1
         elif isinstance(message, RcMessage):
             qp.receive_rc(peer, message, payload)
-        elif self._env.port.route(message.sgid) is peer and self._env.own_gid(message.dgid):
+        elif self._env.port.route(message.sgid) is peer and message.dgid in self._env.own_gids:
             qp.receive_datagram(message, payload)
         else:
             counters.wrong_peer += 1
@@ -284,7 +290,9 @@ class SoftBackend:
 
     def wake(self) -> None:
         """Messages wait in the port."""
-        self._env.wake()
+        env = self._env
+        if not env.running and not env.woken:
+            env.wake()
 
     # -- the end ----------------------------------------------------------------------------
 

@@ -56,7 +56,8 @@ class Environment:
     timers: Timers = field(default_factory=Timers)
     gids: dict[int, Gid] = field(default_factory=dict)
     ready: deque[Schedulable] = field(default_factory=deque)
-    blocked: dict[Carrier, list[Schedulable]] = field(default_factory=dict)
+    own_gids: set[bytes] = field(default_factory=set)
+    blocked: dict[Carrier, dict[Schedulable, None]] = field(default_factory=dict)
     now_ns: int = 0
     running: bool = False
     woken: bool = False
@@ -78,13 +79,7 @@ class Environment:
     def block(self, qp: Schedulable, carrier: Carrier) -> None:
         """Have `qp` run when `carrier` has room."""
         self.counters.blocked += 1
-        waiting = self.blocked.setdefault(carrier, [])
-        if qp not in waiting:
-            waiting.append(qp)
-
-    def own_gid(self, gid: bytes) -> bool:
-        """Whether `gid` is in our table."""
-        return any(entry.gid == gid for entry in self.gids.values())
+        self.blocked.setdefault(carrier, {})[qp] = None
 
 
 @dataclass(slots=True, eq=False)

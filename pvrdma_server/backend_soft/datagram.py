@@ -54,16 +54,16 @@ _OPCODES = (OP_SEND, OP_SEND_IMM)
 
 
 class DatagramSender:
-    """Send side of one UD or GSI queue pair. `more`: as of the requester."""
+    """Send side of one UD or GSI queue pair. `wanted`: as of the requester."""
 
-    __slots__ = ("_mtu", "_owner", "_ready", "ctx", "more")
+    __slots__ = ("_mtu", "_owner", "_ready", "ctx", "wanted")
 
     def __init__(self, ctx: QpContext) -> None:
         self.ctx = ctx
         self._owner = ctx.owner
         self._mtu = mtu_bytes(ctx.env.config.mtu)
         self._ready: tuple[SendWr, Carrier, bytes, list[memoryview]] | None = None
-        self.more = False
+        self.wanted = True
 
     @property
     def psn(self) -> int:
@@ -78,15 +78,15 @@ class DatagramSender:
     def reset(self, _psn: int) -> None:
         """Start anew."""
         self._ready = None
-        self.more = False
+        self.wanted = True
 
     def run(self, _carrier: Carrier | None, chunks: int) -> int:
         """Send up to `chunks` datagrams; the bytes sent."""
         moved = 0
-        self.more = False
+        self.wanted = False
         while self._ready or self.ctx.state == RTS:
             if not chunks:
-                self.more = True
+                self.wanted = True
                 break
             if self._ready is None:
                 wr = self._owner.pop_send()
@@ -94,6 +94,7 @@ class DatagramSender:
                     break
                 self._prepare(wr)
             if self._ready is not None and not self._transmit():
+                self.wanted = True
                 break
             chunks -= 1
             moved += GRH_SIZE
@@ -172,7 +173,7 @@ class DatagramSender:
     def flush(self, limit: int) -> int:
         """Complete up to `limit` requests as flushed; how many it were."""
         count = 0
-        while count < limit:
+        while count < limit and self.ctx.state in (SQE, ERR):
             ready, self._ready = self._ready, None
             wr = ready[0] if ready else self._owner.pop_send()
             if wr is None:

@@ -36,7 +36,8 @@ class LocalLink:
         for view in payload:
             self.queued_bytes += len(view)
         if not self.queue:
-            self.target.arrived(self)
+            self.target.busy.append(self)
+            self.target.endpoint.wake()
         self.queue.append((header, payload))
         return True
 
@@ -91,11 +92,6 @@ class LocalPort:
         if owner is None:
             return None
         return self.links.get(owner) or self._connect(owner)
-
-    def arrived(self, link: LocalLink) -> None:
-        """A link towards us was empty and is not any more."""
-        self.busy.append(link)
-        self.endpoint.wake()
 
     def poll(self, messages: int) -> int:
         """Hand up to `messages` arrived messages to the endpoint, link by link."""

@@ -64,7 +64,7 @@ class SoftQp:
         "_turn_chunks",
         "qpn",
         "scheduled",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,
@@ -116,6 +116,7 @@ class SoftQp:
     def send_doorbell(self) -> None:
         """Sends may have been posted."""
         if self._ctx.state >= RTS:
+            self._sender.wanted = True
             self._schedule()
 
     def recv_doorbell(self) -> None:
@@ -142,9 +143,8 @@ class SoftQp:
         elif message.src_qpn != ctx.dest_qpn or self._env.port.route(ctx.dgid) is not peer:
             self._env.counters.wrong_peer += 1
         elif message.kind in _REQUESTS:
-            if not self._comm_est:
-                self._communication_established()
-            responder.request(message, payload)
+            if self._comm_est or self._communication_established():
+                responder.request(message, payload)
         elif ctx.state != RTR and isinstance(sender, Requester):
             sender.response(message, payload)
 
@@ -155,10 +155,12 @@ class SoftQp:
         else:
             self._datagrams.datagram(message, payload)
 
-    def _communication_established(self) -> None:
+    def _communication_established(self) -> bool:
+        # The owner may answer the event with another state.
         self._comm_est = True
         if self._ctx.state == RTR:
             self._ctx.owner.raise_event(EVENT_COMM_EST)
+        return self._ctx.state in _HEARS
 
     # -- turns ------------------------------------------------------------------------------
 
@@ -172,9 +174,10 @@ class SoftQp:
         if responses is not None and responses.queue:
             moved = responses.run(carrier, self._turn_chunks)
             more = responses.more
-        if RTS <= ctx.state <= SQD and ctx.blocked_on is None:
-            moved += self._sender.run(carrier, self._turn_chunks)
-            more = more or self._sender.more
+        sender = self._sender
+        if sender.wanted and RTS <= ctx.state <= SQD and ctx.blocked_on is None:
+            moved += sender.run(carrier, self._turn_chunks)
+            more = more or (sender.wanted and ctx.blocked_on is None)
         if ctx.state >= SQD:
             more = self._wind_down() or more
         if ctx.blocked_on is not None:
@@ -199,7 +202,7 @@ class SoftQp:
         owner = self._ctx.owner
         self._sqd_drained = True
         owner.state_changed(SQD)
-        if self._sqd_notify:
+        if self._sqd_notify and self._ctx.state == SQD:
             owner.raise_event(EVENT_SQ_DRAINED)
 
     def _flush_recv(self, limit: int) -> bool:
@@ -249,6 +252,8 @@ class SoftQp:
                 self._responder.reset(attr.rq_psn)
         elif state == RTS and previous == RTR:
             self._sender.reset(attr.sq_psn)
+        elif state == RTS:
+            self._sender.wanted = True
         elif state == SQD and previous != SQD:
             self._sqd_drained = False
         elif state == ERR and previous != ERR:

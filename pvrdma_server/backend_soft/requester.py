@@ -1,235 +1,38 @@
-"""The send side of an RC queue pair: requests out, responses in, completions in order.
+"""The send side of an RC queue pair: what its peer answers, and when it repeats itself.
 
-Contract: work is pulled from the owner only as far as the window allows. A request's data is
-gathered from guest memory each time a chunk is sent, so nothing is copied or kept, and a repeat
-carries what stands there then. Completions leave strictly from the head. The first failure ends
-the queue: its completion, then ERR, then the QP flushes the rest.
+Contract: `sending` takes, sends and completes requests; here responses and timers decide what has
+arrived and what is sent again (go back to the first that has not). `acked` never passes a READ or
+atomic that is not answered: what was acknowledged behind it is sent again, as the responder
+expects.
 
-PSNs are unbounded ints here, cut to 24 bits on the wire. `acked` never passes a READ or atomic
-that is not answered: what was acknowledged behind it is sent again, as the responder expects.
-
-Source: InfiniBand Architecture Specification vol. 1, 9.7.5 to 9.7.7, 9.9.2, 10.8.3.
+Source: InfiniBand Architecture Specification vol. 1, 9.7.5 to 9.7.7, 9.9.2.
 """
 
 from collections.abc import Sequence
 
-from pvrdma_server.backend import Completion, SendWr
 from pvrdma_server.backend_soft import wire
-from pvrdma_server.backend_soft.admission import admit, atomic_operands
-from pvrdma_server.backend_soft.carrier import Carrier
+from pvrdma_server.backend_soft.aeth import NAK_STATUS, RNR_DELAY_NS, RNR_INFINITE
 from pvrdma_server.backend_soft.codes import (
     BAD_RESP_ERR,
-    ERR,
-    FENCE,
     LOC_PROT_ERR,
     LOCAL_WRITE,
-    OP_FETCH_ADD,
-    OP_LOCAL_INV,
-    OP_READ,
-    REM_ACCESS_ERR,
-    REM_INV_REQ_ERR,
     REM_OP_ERR,
     RETRY_EXC_ERR,
     RNR_RETRY_EXC_ERR,
     RTS,
     SQD,
-    WC_OF_WR,
-    WR_FLUSH_ERR,
 )
-from pvrdma_server.backend_soft.context import QpContext
 from pvrdma_server.backend_soft.scatter import copy_views, resolve_sges_untrusted
+from pvrdma_server.backend_soft.sending import Sending
 from pvrdma_server.backend_soft.wire import PSN_HALF, PSN_MASK, READ_REQUEST, RcMessage
-from pvrdma_server.backend_soft.wqe import SendQueue, Wqe
+from pvrdma_server.backend_soft.wqe import Wqe
 from pvrdma_server.errors import GuestError
 
-_NAK_STATUS = {
-    wire.NAK_INVALID_REQUEST: REM_INV_REQ_ERR,
-    wire.NAK_REMOTE_ACCESS: REM_ACCESS_ERR,
-    wire.NAK_REMOTE_OPERATIONAL: REM_OP_ERR,
-}
-_RNR_INFINITE = 7
-# Source: InfiniBand Architecture Specification vol. 1, table 46 (RNR NAK timer), in 0.01 ms.
-_RNR_DELAY = (
-    65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192,
-    256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
-)  # fmt: skip
-RNR_DELAY_NS = tuple(units * 10_000 for units in _RNR_DELAY)
 
+class Requester(Sending):
+    """Send side of one RC queue pair."""
 
-class Requester:
-    """Send side of one RC queue pair. `more`: it could go on at once, had the turn not ended."""
-
-    __slots__ = (
-        "_ack_every", "_chunk", "_owner", "_stalled", "_window", "acked", "ctx", "deadline_ns", "failing",
-        "more", "psn", "queue", "queued_ns", "reads", "recovering", "retries_left", "rnr_left",
-        "rnr_wait", "sent",
-    )  # fmt: skip
-
-    def __init__(self, ctx: QpContext) -> None:
-        config = ctx.env.config
-        self.ctx = ctx
-        self.queue = SendQueue()
-        self._owner = ctx.owner
-        self._chunk, self._window = config.chunk_bytes, config.window_bytes
-        self._ack_every = max(1, config.window_bytes // config.chunk_bytes // 4)
-        self.queued_ns: int | None = None
-        self.reset(0)
-
-    def reset(self, psn: int) -> None:
-        """Start anew with this PSN; everything taken is forgotten without completion."""
-        self.queue.clear()
-        self.psn = self.sent = psn
-        self.acked = psn - 1
-        self.reads = 0
-        self.failing = self.recovering = self.rnr_wait = self.more = self._stalled = False
-        self.retries_left, self.rnr_left = self.ctx.retry_cnt, self.ctx.rnr_retry
-        self.deadline_ns: int | None = None
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is on its way."""
-        return self.queue.idle
-
-    # -- sending ----------------------------------------------------------------------------
-
-    def run(self, carrier: Carrier | None, chunks: int) -> int:
-        """Send up to `chunks` messages; the bytes sent."""
-        self.more = False
-        self._stalled = True
-        moved = 0
-        queue = self.queue
-        while queue.flying < self._window and not self.rnr_wait:
-            wqe = queue.current
-            if wqe is None and (wqe := self._next()) is None:
-                break
-            if not chunks:
-                self.more = True
-                break
-            sent = self._emit(carrier, wqe)
-            if sent < 0:
-                break
-            moved += sent
-            chunks -= 1
-        return moved
-
-    def _next(self) -> Wqe | None:
-        queue = self.queue
-        wqe = queue.next_resend(self.acked + 1) if queue.resend else None
-        while wqe is None and self.ctx.state == RTS and not self.failing:
-            wr = self._pull()
-            if wr is None:
-                break
-            wqe = self._admit(wr)
-        return wqe
-
-    def _pull(self) -> SendWr | None:
-        # Stops a QP from holding more requests than its ring has slots.
-        queue = self.queue
-        if len(queue.unacked) >= self.ctx.init.max_send_wr:
-            return None
-        wr = queue.held or self._owner.pop_send()
-        if wr is None:
-            # The next doorbell goes on, no response need.
-            self._stalled = False
-            return None
-        queue.held = None
-        if (self.reads or wr.opcode == OP_LOCAL_INV) and self._must_wait(wr):
-            queue.held = wr
-            return None
-        return wr
-
-    def _must_wait(self, wr: SendWr) -> bool:
-        opcode = wr.opcode
-        if self.reads:
-            if wr.send_flags & FENCE:
-                return True
-            if OP_READ <= opcode <= OP_FETCH_ADD:
-                return self.reads >= self.ctx.max_rd_atomic > 0
-        # Earlier requests may be repeated from memory under the key, so it lives until they end.
-        return opcode == OP_LOCAL_INV and not self.queue.idle
-
-    def _admit(self, wr: SendWr) -> Wqe | None:
-        # The request if it has something to send.
-        wqe = admit(self.ctx, wr, self.psn)
-        queue = self.queue
-        if not wqe.answered:
-            self.psn = wqe.last + 1
-            if wqe.kind >= READ_REQUEST:
-                self.reads += 1
-            queue.current = wqe
-            return wqe
-        self.failing = bool(wqe.status)
-        queue.unacked.append(wqe)
-        self._retire()
-        return None
-
-    def _emit(self, carrier: Carrier | None, wqe: Wqe) -> int:
-        # Bytes sent, or -1 when the carrier has no room.
-        ctx, psn, kind, total = self.ctx, wqe.next, wqe.kind, wqe.total
-        flags = wire.FIRST | wire.LAST
-        views: list[memoryview] = []
-        length = compare_add = swap = offset = code = 0
-        if kind <= wire.WRITE:
-            offset = (psn - wqe.first) * self._chunk
-            length = total - offset
-            if length > self._chunk or offset:
-                length, flags = self._cut(psn, offset, length)
-            flags |= wqe.flags
-            try:
-                views = resolve_sges_untrusted(ctx.env.keys, ctx.pd, wqe.wr.sges, offset, length, 0)
-            except GuestError:
-                self._abort(wqe)
-                return 0
-        elif kind == READ_REQUEST:
-            offset = wqe.received
-        else:
-            code, compare_add, swap = atomic_operands(wqe.wr)
-        if carrier is None:
-            ctx.env.counters.no_route += 1
-        else:
-            header = wire.pack_rc(
-                kind, flags, code, wire.VERSION, ctx.dest_qpn, ctx.qpn, psn & PSN_MASK, length,
-                wqe.rkey, wqe.remote_addr, total, wqe.wr.imm, compare_add, swap, offset,
-            )  # fmt: skip
-            if not carrier.send(header, views):
-                ctx.blocked_on = carrier
-                return -1
-        self._emitted(wqe, psn + 1, length)
-        return length
-
-    def _cut(self, psn: int, offset: int, length: int) -> tuple[int, int]:
-        flags = 0 if offset else wire.FIRST
-        if length <= self._chunk:
-            return length, flags | wire.LAST
-        if psn % self._ack_every == 0:
-            flags |= wire.ACK_REQUEST
-        return self._chunk, flags
-
-    def _emitted(self, wqe: Wqe, next_psn: int, length: int) -> None:
-        counters, queue = self.ctx.env.counters, self.queue
-        counters.tx_messages += 1
-        counters.tx_bytes += length
-        wqe.flying += length
-        queue.flying += length
-        wqe.next = next_psn
-        self.sent = max(self.sent, next_psn)
-        if next_psn > wqe.last:
-            queue.unacked.append(wqe)
-            queue.current = None
-        self._arm_timer()
-
-    def _abort(self, wqe: Wqe) -> None:
-        # Its data cannot be read (any more): it fails once it is the oldest.
-        wqe.status, wqe.answered = LOC_PROT_ERR, True
-        self.failing = True
-        self.queue.current = None
-        self.queue.unacked.append(wqe)
-        self._retire()
-
-    def _arm_timer(self) -> None:
-        ctx = self.ctx
-        if ctx.timeout_ns:
-            ctx.env.timers.set(self, ctx.env.now_ns + ctx.timeout_ns)
+    __slots__ = ()
 
     # -- responses --------------------------------------------------------------------------
 
@@ -254,10 +57,8 @@ class Requester:
 
     def _advance(self, psn: int) -> bool:
         # Everything up to `psn` has arrived. False when that brought a failure to the head.
-        head = self.queue.head()
-        if head is not None and psn < head.last and head.flying:
-            count = psn - max(self.acked, head.first - 1)
-            self.queue.acknowledge_part(count, self._chunk)
+        if psn + 1 < self.sent:
+            self.queue.acknowledge_part(self.acked, psn, self._chunk)
         self.acked = psn
         head = self._retire()
         if head is not None and head.kind >= READ_REQUEST and head.first <= psn:
@@ -270,12 +71,13 @@ class Requester:
         ctx = self.ctx
         self.retries_left, self.rnr_left = ctx.retry_cnt, ctx.rnr_retry
         self.recovering = self.rnr_wait = False
-        if self.queue.head() is None:
-            self.deadline_ns = None
-        else:
+        queue = self.queue
+        if queue.unacked or queue.current is not None or queue.resend:
             self._arm_timer()
+        else:
+            self.deadline_ns = None
         if self._stalled or ctx.state != RTS:
-            ctx.schedule()
+            self._go_on()
 
     def _answered(self, message: RcMessage, payload: Sequence[memoryview], psn: int) -> None:
         wqe = self.queue.head()
@@ -327,7 +129,7 @@ class Requester:
             self._retry(psn)
         else:
             counters.naks += 1
-            self._fail_head(_NAK_STATUS.get(code, REM_OP_ERR))
+            self._fail_head(NAK_STATUS.get(code, REM_OP_ERR))
 
     # -- repeating --------------------------------------------------------------------------
 
@@ -337,7 +139,7 @@ class Requester:
         if self.rnr_left == 0:
             self._fail_head(RNR_RETRY_EXC_ERR)
             return
-        if self.rnr_left != _RNR_INFINITE:
+        if self.rnr_left != RNR_INFINITE:
             self.rnr_left -= 1
         self.rnr_wait = True
         self._go_back(psn)
@@ -349,7 +151,7 @@ class Requester:
             return
         if self.rnr_wait:
             self.rnr_wait = False
-            self.ctx.schedule()
+            self._go_on()
         else:
             self._retry(self.acked + 1)
 
@@ -370,44 +172,4 @@ class Requester:
         self.recovering = True
         self.ctx.env.counters.retries += 1
         self.queue.go_back(psn)
-        self.ctx.schedule()
-
-    # -- completing -------------------------------------------------------------------------
-
-    def _retire(self) -> Wqe | None:
-        # Complete what is done; the oldest request that is not, if there is one.
-        queue = self.queue
-        while (wqe := queue.head()) is not None:
-            if not wqe.answered and (wqe.kind >= READ_REQUEST or wqe.last > self.acked):
-                return wqe
-            if wqe.status:
-                self._fail_head(wqe.status)
-                break
-            queue.drop_head()
-            wr = wqe.wr
-            if wr.signaled:
-                self._owner.complete_send(Completion(wr.wr_id, 0, WC_OF_WR[wr.opcode], wqe.total))
-        return None
-
-    def _fail_head(self, status: int) -> None:
-        wqe = self.queue.head()
-        if wqe is None:
-            return
-        self.queue.drop_head()
-        self._complete_failed(wqe.wr, status)
-        self.ctx.fail(ERR, None)
-
-    def _complete_failed(self, wr: SendWr, status: int) -> None:
-        self._owner.complete_send(Completion(wr.wr_id, status, WC_OF_WR.get(wr.opcode, 0)))
-
-    def flush(self, limit: int) -> int:
-        """Complete up to `limit` requests as flushed, taken ones first; how many it were."""
-        self.deadline_ns = None
-        count = 0
-        while count < limit:
-            wr = self.queue.pop_any() or self._owner.pop_send()
-            if wr is None:
-                break
-            count += 1
-            self._complete_failed(wr, WR_FLUSH_ERR)
-        return count
+        self._go_on()

@@ -58,7 +58,8 @@ class ResponseQueue:
         if queue and queue[-1].kind == wire.ACK:
             queue[-1].psn = max(queue[-1].psn, psn)
         else:
-            self._append(_Response(wire.ACK, psn))
+            queue.append(_Response(wire.ACK, psn))
+            self.ctx.schedule()
 
     def nak(self, psn: int, code: int) -> None:
         """`psn` is refused. A NAK that is still here is replaced: its PSN is the same."""

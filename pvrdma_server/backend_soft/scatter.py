@@ -60,9 +60,13 @@ def copy_views(target: Sequence[memoryview], source: Sequence[memoryview]) -> No
     Order: the last 8 bytes land after all others, for they are what a guest polls to see that an
     RDMA WRITE is complete (memcpy may write a tail first).
     """
-    if len(target) == 1 and len(source) == 1 and len(target[0]) == len(source[0]):
-        _copy_tail_last(target[0], source[0])
-        return
+    if len(target) == 1 and len(source) == 1:
+        to, data = target[0], source[0]
+        length = len(data)
+        if len(to) == length > TAIL_BYTES:
+            to[:-TAIL_BYTES] = data[:-TAIL_BYTES]
+            to[-TAIL_BYTES:] = data[-TAIL_BYTES:]
+            return
     pending: tuple[memoryview, memoryview] | None = None
     for pair in _pairs(target, source):
         if pending:

@@ -135,7 +135,8 @@ def parse_header_untrusted(header: bytes, payload_bytes: int) -> RcMessage | Dat
         if datagram.length != payload_bytes or payload_bytes > MAX_CHUNK_BYTES:
             raise BadMessage(f"datagram of {datagram.length} bytes with {payload_bytes}")
         return datagram
-    message = RcMessage._make(_RC.unpack(header))
+    # What `_make` does, without its cost.
+    message = tuple.__new__(RcMessage, _RC.unpack(header))
     if not SEND <= kind <= NAK:
         raise BadMessage(f"message kind {kind}")
     if message.length != payload_bytes or payload_bytes > MAX_CHUNK_BYTES:

@@ -98,10 +98,11 @@ class SendQueue:
             wqe.flying = 0
         self.flying = 0
 
-    def acknowledge_part(self, count: int, chunk_bytes: int) -> None:
-        """`count` more chunks of the head, which is not acknowledged whole, have arrived."""
+    def acknowledge_part(self, acked: int, psn: int, chunk_bytes: int) -> None:
+        """Not only `acked` but also `psn` has arrived: less of the head is on its way."""
         wqe = self.head()
-        if wqe is not None:
+        if wqe is not None and psn < wqe.last and wqe.flying:
+            count = psn - max(acked, wqe.first - 1)
             part = min(wqe.flying, count * chunk_bytes)
             wqe.flying -= part
             self.flying -= part

@@ -8,7 +8,7 @@ from pvrdma_server.abi.pvrdma_dev_api import EqeType
 from pvrdma_server.abi.pvrdma_verbs import QpState, SendFlags
 from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus, WrOpcode
 from pvrdma_server.backend import Rdma
-from pvrdma_server.backend_soft.requester import RNR_DELAY_NS
+from pvrdma_server.backend_soft.aeth import RNR_DELAY_NS
 
 S = WcStatus
 TIMEOUT_14_NS = 4096 << 14

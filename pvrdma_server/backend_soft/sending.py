@@ -1,0 +1,282 @@
+"""The outgoing half of a requester: requests taken, sent chunk by chunk, completed in order.
+
+Contract: work is pulled from the owner only as far as the window allows. A request's data is
+gathered from guest memory each time a chunk is sent, so nothing is copied or kept, and a repeat
+carries what stands there then. Completions leave strictly from the head. The first failure ends
+the queue: its completion, then ERR, then the QP flushes the rest.
+
+PSNs are unbounded ints here, cut to 24 bits on the wire.
+
+Source: InfiniBand Architecture Specification vol. 1, 9.7.2, 10.8.3.
+"""
+
+from pvrdma_server.backend import Completion, SendWr
+from pvrdma_server.backend_soft import wire
+from pvrdma_server.backend_soft.admission import admit, atomic_operands
+from pvrdma_server.backend_soft.carrier import Carrier
+from pvrdma_server.backend_soft.codes import (
+    ERR,
+    FENCE,
+    LOC_PROT_ERR,
+    OP_FETCH_ADD,
+    OP_LOCAL_INV,
+    OP_READ,
+    RTS,
+    WC_OF_WR,
+    WR_FLUSH_ERR,
+)
+from pvrdma_server.backend_soft.context import QpContext
+from pvrdma_server.backend_soft.scatter import resolve_sges_untrusted
+from pvrdma_server.backend_soft.wire import PSN_MASK, READ_REQUEST
+from pvrdma_server.backend_soft.wqe import SendQueue, Wqe
+from pvrdma_server.errors import GuestError
+
+
+class Sending:
+    """What `Requester` sends and completes. `wanted`: `run` may find something to do."""
+
+    __slots__ = (
+        "_ack_every",
+        "_chunk",
+        "_owner",
+        "_stalled",
+        "_window",
+        "acked",
+        "ctx",
+        "deadline_ns",
+        "failing",
+        "psn",
+        "queue",
+        "queued_ns",
+        "reads",
+        "recovering",
+        "retries_left",
+        "rnr_left",
+        "rnr_wait",
+        "sent",
+        "wanted",
+    )
+
+    def __init__(self, ctx: QpContext) -> None:
+        config = ctx.env.config
+        self.ctx = ctx
+        self.queue = SendQueue()
+        self._owner = ctx.owner
+        self._chunk, self._window = config.chunk_bytes, config.window_bytes
+        self._ack_every = max(1, config.window_bytes // config.chunk_bytes // 4)
+        self.queued_ns: int | None = None
+        self.reset(0)
+
+    def reset(self, psn: int) -> None:
+        """Start anew with this PSN; everything taken is forgotten without completion."""
+        self.queue.clear()
+        self.psn = self.sent = psn
+        self.acked = psn - 1
+        self.reads = 0
+        self.failing = self.recovering = self.rnr_wait = self._stalled = False
+        self.wanted = True
+        self.retries_left, self.rnr_left = self.ctx.retry_cnt, self.ctx.rnr_retry
+        self.deadline_ns: int | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return self.queue.idle
+
+    # -- sending ----------------------------------------------------------------------------
+
+    def run(self, carrier: Carrier | None, chunks: int) -> int:
+        """Send up to `chunks` messages; the bytes sent."""
+        self.wanted = False
+        self._stalled = True
+        moved = 0
+        queue = self.queue
+        while queue.flying < self._window and not self.rnr_wait:
+            wqe = queue.current
+            if wqe is None and (wqe := self._next()) is None:
+                break
+            if not chunks:
+                self.wanted = True
+                break
+            sent = self._emit(carrier, wqe)
+            if sent < 0:
+                self.wanted = True
+                break
+            moved += sent
+            chunks -= 1
+        return moved
+
+    def _next(self) -> Wqe | None:
+        queue = self.queue
+        wqe = queue.next_resend(self.acked + 1) if queue.resend else None
+        while wqe is None and self.ctx.state == RTS and not self.failing:
+            wr = self._pull()
+            if wr is None:
+                break
+            wqe = self._admit(wr)
+        return wqe
+
+    def _pull(self) -> SendWr | None:
+        # Stops a QP from holding more requests than its ring has slots.
+        queue = self.queue
+        if len(queue.unacked) >= self.ctx.init.max_send_wr:
+            return None
+        wr = queue.held or self._owner.pop_send()
+        if wr is None:
+            # The next doorbell goes on, no response need.
+            self._stalled = False
+            return None
+        queue.held = None
+        if (self.reads or wr.opcode == OP_LOCAL_INV) and self._must_wait(wr):
+            queue.held = wr
+            return None
+        return wr
+
+    def _must_wait(self, wr: SendWr) -> bool:
+        opcode = wr.opcode
+        if self.reads:
+            if wr.send_flags & FENCE:
+                return True
+            if OP_READ <= opcode <= OP_FETCH_ADD:
+                return self.reads >= self.ctx.max_rd_atomic > 0
+        # Earlier requests may be repeated from memory under the key, so it lives until they end.
+        return opcode == OP_LOCAL_INV and not self.queue.idle
+
+    def _admit(self, wr: SendWr) -> Wqe | None:
+        # The request if it has something to send.
+        wqe = admit(self.ctx, wr, self.psn)
+        queue = self.queue
+        if not wqe.answered:
+            self.psn = wqe.last + 1
+            if wqe.kind >= READ_REQUEST:
+                self.reads += 1
+            queue.current = wqe
+            return wqe
+        self.failing = bool(wqe.status)
+        queue.unacked.append(wqe)
+        self._retire()
+        return None
+
+    def _emit(self, carrier: Carrier | None, wqe: Wqe) -> int:
+        # Bytes sent, or -1 when the carrier has no room.
+        ctx, psn, kind, total = self.ctx, wqe.next, wqe.kind, wqe.total
+        flags = wire.FIRST | wire.LAST
+        views: list[memoryview] = []
+        length = compare_add = swap = offset = code = 0
+        if kind <= wire.WRITE:
+            offset = (psn - wqe.first) * self._chunk
+            length = total - offset
+            if length > self._chunk or offset:
+                length, flags = self._cut(psn, offset, length)
+            flags |= wqe.flags
+            try:
+                views = resolve_sges_untrusted(ctx.env.keys, ctx.pd, wqe.wr.sges, offset, length, 0)
+            except GuestError:
+                self._abort(wqe)
+                return 0
+        elif kind == READ_REQUEST:
+            offset = wqe.received
+        else:
+            code, compare_add, swap = atomic_operands(wqe.wr)
+        if carrier is None:
+            ctx.env.counters.no_route += 1
+        else:
+            header = wire.pack_rc(
+                kind, flags, code, wire.VERSION, ctx.dest_qpn, ctx.qpn, psn & PSN_MASK, length,
+                wqe.rkey, wqe.remote_addr, total, wqe.wr.imm, compare_add, swap, offset,
+            )  # fmt: skip
+            if not carrier.send(header, views):
+                ctx.blocked_on = carrier
+                return -1
+        self._emitted(wqe, psn + 1, length)
+        return length
+
+    def _cut(self, psn: int, offset: int, length: int) -> tuple[int, int]:
+        flags = 0 if offset else wire.FIRST
+        if length <= self._chunk:
+            return length, flags | wire.LAST
+        if psn % self._ack_every == 0:
+            flags |= wire.ACK_REQUEST
+        return self._chunk, flags
+
+    def _emitted(self, wqe: Wqe, next_psn: int, length: int) -> None:
+        counters, queue = self.ctx.env.counters, self.queue
+        counters.tx_messages += 1
+        counters.tx_bytes += length
+        wqe.flying += length
+        queue.flying += length
+        wqe.next = next_psn
+        self.sent = max(self.sent, next_psn)
+        if next_psn > wqe.last:
+            queue.unacked.append(wqe)
+            queue.current = None
+        self._arm_timer()
+
+    def _abort(self, wqe: Wqe) -> None:
+        # Its data cannot be read (any more): it fails once it is the oldest.
+        wqe.status, wqe.answered = LOC_PROT_ERR, True
+        self.failing = True
+        self.queue.current = None
+        self.queue.unacked.append(wqe)
+        self._retire()
+
+    def _arm_timer(self) -> None:
+        ctx = self.ctx
+        if ctx.timeout_ns:
+            deadline_ns = ctx.env.now_ns + ctx.timeout_ns
+            if self.queued_ns is not None and self.queued_ns <= deadline_ns:
+                self.deadline_ns = deadline_ns  # the usual case of `Timers.set`
+            else:
+                ctx.env.timers.set(self, deadline_ns)
+
+    def _go_on(self) -> None:
+        self.wanted = True
+        self.ctx.schedule()
+
+    def expired(self) -> None:
+        """A timer ran out; the other half's business."""
+        raise NotImplementedError
+
+    # -- completing -------------------------------------------------------------------------
+
+    def _retire(self) -> Wqe | None:
+        # Complete what is done; the oldest request that is not, if there is one.
+        queue = self.queue
+        while (wqe := queue.head()) is not None:
+            if not wqe.answered and (wqe.kind >= READ_REQUEST or wqe.last > self.acked):
+                return wqe
+            if wqe.status:
+                self._fail_head(wqe.status)
+                break
+            if queue.unacked:
+                queue.unacked.popleft()
+                queue.flying -= wqe.flying
+            else:
+                queue.drop_head()
+            wr = wqe.wr
+            if wr.signaled:
+                self._owner.complete_send(Completion(wr.wr_id, 0, WC_OF_WR[wr.opcode], wqe.total))
+        return None
+
+    def _fail_head(self, status: int) -> None:
+        wqe = self.queue.head()
+        if wqe is None:
+            return
+        self.queue.drop_head()
+        self._complete_failed(wqe.wr, status)
+        self.ctx.fail(ERR, None)
+
+    def _complete_failed(self, wr: SendWr, status: int) -> None:
+        self._owner.complete_send(Completion(wr.wr_id, status, WC_OF_WR.get(wr.opcode, 0)))
+
+    def flush(self, limit: int) -> int:
+        """Complete up to `limit` requests as flushed, taken ones first; how many it were."""
+        self.deadline_ns = None
+        count = 0
+        while count < limit and self.ctx.state == ERR:
+            wr = self.queue.pop_any() or self._owner.pop_send()
+            if wr is None:
+                break
+            count += 1
+            self._complete_failed(wr, WR_FLUSH_ERR)
+        return count
