@@ -31,6 +31,11 @@ class World:
 
     clock: Clock = field(default_factory=Clock)
     machines: "list[Machine]" = field(default_factory=list)
+    woken: bool = False
+
+    def wake(self) -> None:
+        """A backend has something to do (its `on_work`)."""
+        self.woken = True
 
     def wait(self) -> bool:
         """Run every device until all are idle; if all were idle already, let time pass to the next deadline."""
@@ -46,9 +51,11 @@ class World:
 
     def run(self) -> bool:
         """Run every device until all are idle; whether there was anything to do."""
-        anything = False
-        while sum(machine.device.progress(BUDGET_BYTES) for machine in self.machines):
-            anything = True
+        anything, more = False, 1
+        while more or self.woken:
+            self.woken = False
+            more = sum(machine.device.progress(BUDGET_BYTES) for machine in self.machines)
+            anything |= bool(more or self.woken)
         return anything
 
 

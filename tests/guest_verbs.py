@@ -184,6 +184,8 @@ class Cq:
 
     def flush(self, qp_handle: int) -> None:
         """As _pvrdma_flush_cqe: drop one QP's completions in place, the others move towards the tail."""
+        if self.ring.has_data()[0] <= 0:
+            return
         waiting = []
         index = self.ring.cons_head
         while index != self.ring.prod_tail:
