@@ -1,8 +1,11 @@
 """The bed every command test lies in."""
 
 import pytest
-from guest import Qp, UserProcess
+from guest import Qp, UserProcess, World
 from unit.bed import GID, Bed, ready
+from unit.vms import Pair, Vm
+
+from pvrdma_server.backend_soft import LocalFabric
 
 
 @pytest.fixture
@@ -19,3 +22,9 @@ def user(bed: Bed) -> UserProcess:
 def qp(bed: Bed, user: UserProcess) -> Qp:
     bed.kernel.add_gid(GID)
     return ready(Qp(user))
+
+
+@pytest.fixture
+def pair() -> Pair:
+    world, fabric = World(), LocalFabric()
+    return Pair(*(Vm(world, fabric, number) for number in range(2)))
