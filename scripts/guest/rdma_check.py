@@ -10,6 +10,7 @@ import random
 import struct
 import sys
 import time
+from itertools import pairwise
 
 import pyverbs.enums as e
 from pyverbs.addr import AHAttr, GlobalRoute
@@ -67,7 +68,7 @@ class Side:
     def sges(self, size, pieces=1):
         """The message in memory as `pieces` scatter/gather elements of unequal length."""
         cuts = [0, *sorted(random.sample(range(1, size), pieces - 1)), size]
-        return [SGE(self.at(a), b - a, self.mr.lkey) for a, b in zip(cuts, cuts[1:])]
+        return [SGE(self.at(a), b - a, self.mr.lkey) for a, b in pairwise(cuts)]
 
     def fill(self, data):
         room = self.mr.length - len(data)
