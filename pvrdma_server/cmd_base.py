@@ -70,6 +70,16 @@ def check_size(name: str, value: int, limit: int) -> int:
     return value
 
 
+def check_count(name: str, value: int, limit: int) -> int:
+    """`value` if it is 1 to `limit`. Raises CommandError(EINVAL).
+
+    For scatter/gather elements: rdma-core sends what its caller asked for, and rounds up the entry's size only.
+    """
+    if not 1 <= value <= limit:
+        raise CommandError(errno.EINVAL, f"{name} {value} is not 1 to {limit}")
+    return value
+
+
 def pages_for(entries: int, entry_size: int) -> int:
     """Pages that `entries` of `entry_size` bytes fill."""
     return (entries * entry_size + PAGE_SIZE - 1) >> PAGE_SHIFT

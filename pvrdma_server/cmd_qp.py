@@ -17,6 +17,7 @@ from pvrdma_server.cmd_base import (
     Adapter,
     RefusedResponse,
     check_chunks,
+    check_count,
     check_size,
     pages_for,
     queue_pages,
@@ -68,12 +69,12 @@ def create_qp(
 def _qp_queues(adapter: Adapter, req: api.CmdCreateQp, pd: Pd) -> tuple[QpQueues, b.QpInit]:
     caps = adapter.caps
     send_wr = check_size("max_send_wr", req.max_send_wr, caps.max_qp_wr)
-    send_sge = check_size("max_send_sge", req.max_send_sge, caps.max_sge)
+    send_sge = check_count("max_send_sge", req.max_send_sge, caps.max_sge)
     send_pages = pages_for(send_wr, sq_entry_size(send_sge))
     recv_wr = recv_sge = recv_pages = 0
     if not req.is_srq:
         recv_wr = check_size("max_recv_wr", req.max_recv_wr, caps.max_qp_wr)
-        recv_sge = check_size("max_recv_sge", req.max_recv_sge, caps.max_sge)
+        recv_sge = check_count("max_recv_sge", req.max_recv_sge, caps.max_sge)
         recv_pages = pages_for(recv_wr, rq_entry_size(recv_sge))
     check_chunks(req.send_chunks, send_pages)
     check_chunks(req.total_chunks, 1 + req.send_chunks + recv_pages)

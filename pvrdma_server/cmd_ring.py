@@ -26,6 +26,7 @@ from pvrdma_server.cmd_base import (
     RefusedResponse,
     ReservedHandle,
     check_chunks,
+    check_count,
     check_size,
     pages_for,
     queue_pages,
@@ -257,7 +258,7 @@ def _create_srq(adapter: Adapter, req: api.CmdCreateSrq) -> api.CmdCreateSrqResp
     if req.srq_type:
         raise CommandError(errno.EOPNOTSUPP, f"SRQ type {req.srq_type}; basic (0) only")
     max_wr = check_size("max_wr", req.attrs.max_wr, adapter.caps.max_srq_wr)
-    max_sge = check_size("max_sge", req.attrs.max_sge, adapter.caps.max_srq_sge)
+    max_sge = check_count("max_sge", req.attrs.max_sge, adapter.caps.max_srq_sge)
     entry_size = rq_entry_size(max_sge)
     pages = 1 + pages_for(max_wr, entry_size)
     check_chunks(req.nchunks, pages)

@@ -89,6 +89,13 @@ def test_min_of_both_versions_is_served() -> None:
     assert Qp(UserProcess(bed.driver)).query().cap.max_send_wr == 16
 
 
+@pytest.mark.parametrize("max_sge", range(1, 9))
+def test_any_number_of_elements_up_to_the_maximum(user: UserProcess, max_sge: int) -> None:
+    """rdma-core rounds the entry's size up to a power of two, not the number of elements in it."""
+    assert Qp(user, max_sge=max_sge).query().cap[2:4] == (max_sge, max_sge)
+    assert Srq(user, max_sge=max_sge).query().max_sge == max_sge
+
+
 @pytest.fixture
 def base(user: UserProcess) -> Qp:
     """Whose request the refusals change."""
@@ -115,7 +122,7 @@ def base(user: UserProcess) -> Qp:
         ({"max_recv_wr": 0}, errno.EINVAL),
         ({"max_recv_wr": 0x8000_0000}, errno.EINVAL),
         ({"max_send_sge": 0}, errno.EINVAL),
-        ({"max_send_sge": 3}, errno.EINVAL),
+        ({"max_send_sge": 9}, errno.EINVAL),
         ({"max_send_sge": 16}, errno.EINVAL),
         ({"max_recv_sge": 0}, errno.EINVAL),
         ({"max_recv_sge": 0xFFFF_FFFF}, errno.EINVAL),
@@ -300,7 +307,7 @@ def test_srq_round(bed: Bed, user: UserProcess) -> None:
         ({"attrs": SrqAttr(17, 4, 0)}, errno.EINVAL),
         ({"attrs": SrqAttr(512, 4, 0)}, errno.EINVAL),
         ({"attrs": SrqAttr(16, 0, 0)}, errno.EINVAL),
-        ({"attrs": SrqAttr(16, 16, 0)}, errno.EINVAL),
+        ({"attrs": SrqAttr(16, 9, 0)}, errno.EINVAL),
         ({"pdir_dma": 0}, errno.EFAULT),
     ],
     ids=str,
