@@ -7,6 +7,7 @@ import errno
 from typing import Any, Final, NamedTuple
 
 from pvrdma_server.abi import pvrdma_dev_api as api
+from pvrdma_server.abi.pvrdma_verbs import ACCESS_HUGETLB, ACCESS_OPTIONAL_MASK, AccessFlags
 from pvrdma_server.backend import RdmaBackend
 from pvrdma_server.errors import CommandError
 from pvrdma_server.guest_memory import (
@@ -20,8 +21,11 @@ from pvrdma_server.guest_memory import (
 from pvrdma_server.objects import DeviceHooks
 from pvrdma_server.resources import HandleTable, Resources
 
-# Access bits that a region or queue pair may ask for and that change nothing here: hints.
-IGNORED_ACCESS: Final = 0x3FF0_0000
+# Access bits that a region or queue pair may ask for and that change nothing here: the optional ones, and how the
+# guest made the memory.
+IGNORED_ACCESS: Final = ACCESS_OPTIONAL_MASK | ACCESS_HUGETLB
+# Bits that a region may have besides its rights. MW_BIND lets memory windows be bound to it, of which there are none.
+REGION_ACCESS: Final = int(AccessFlags.MW_BIND | AccessFlags.ZERO_BASED)
 KNOWN_ACCESS: Final = 0x0F
 
 

@@ -18,10 +18,11 @@ from pvrdma_server import backend as b
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi.layout import Layout
 from pvrdma_server.abi.pvrdma_dev_api import Cmd, MrFlags
-from pvrdma_server.abi.pvrdma_verbs import PortCapFlags, SrqAttr, SrqAttrMask
+from pvrdma_server.abi.pvrdma_verbs import AccessFlags, PortCapFlags, SrqAttr, SrqAttrMask
 from pvrdma_server.cmd_base import (
     IGNORED_ACCESS,
     KNOWN_ACCESS,
+    REGION_ACCESS,
     Adapter,
     RefusedResponse,
     ReservedHandle,
@@ -181,7 +182,7 @@ def _destroy_pd(adapter: Adapter, req: api.CmdDestroyPd) -> None:
 
 def _create_mr(adapter: Adapter, req: api.CmdCreateMr) -> api.CmdCreateMrResp:
     pd = adapter.resources.pds.get_untrusted(req.pd_handle)
-    access = req.access_flags & ~IGNORED_ACCESS
+    access = req.access_flags & ~(IGNORED_ACCESS | REGION_ACCESS)
     if access & ~KNOWN_ACCESS:
         raise CommandError(errno.EOPNOTSUPP, f"access flags {access:#x}")
     if access & 0b1010 and not access & 1:
@@ -201,9 +202,11 @@ def _user_mr(adapter: Adapter, pd: Pd, req: api.CmdCreateMr, access: int) -> b.B
     if pages != req.nchunks:
         raise CommandError(errno.EINVAL, f"{req.nchunks} pages for a region that covers {pages}")
     addresses = walk_pdir_untrusted(adapter.memory, req.pdir_dma, pages)
+    # The kernel lets a zero-based region start at a page only, so its first byte's address is the offset in the page.
+    zero_based = req.access_flags & AccessFlags.ZERO_BASED
     return adapter.backend.reg_mr(
         pd.backend,
-        start=req.start,
+        start=req.start & (PAGE_SIZE - 1) if zero_based else req.start,
         length=req.length,
         access=access,
         pages=GuestPages(adapter.memory, addresses, writable=bool(access & 1)),

@@ -253,6 +253,8 @@ class AccessFlags(IntFlag):
 
 ACCESS_OPTIONAL_MASK = 0x3FF0_0000
 """Access bits a device may ignore. Source: ib_verbs.h, IB_ACCESS_OPTIONAL."""
+ACCESS_HUGETLB = 1 << 7
+"""How the guest made the memory; the driver passes it on. Source: ib_verbs.h, IB_ACCESS_HUGETLB."""
 
 
 class SrqAttrMask(IntFlag):

@@ -198,7 +198,7 @@ def test_cve_2018_20126_failed_creates_keep_memory_flat(bed: Bed, user: UserProc
     requests = [
         (Cmd.CREATE_CQ, api.CMD_CREATE_CQ.pack(cq_request(bed, nchunks=2))),
         (Cmd.CREATE_CQ, api.CMD_CREATE_CQ.pack(cq_request(bed, cqe=256, nchunks=5))),
-        (Cmd.CREATE_QP, api.CMD_CREATE_QP.pack(base.request._replace(max_send_sge=3))),
+        (Cmd.CREATE_QP, api.CMD_CREATE_QP.pack(base.request._replace(max_send_sge=9))),
         (Cmd.CREATE_QP, api.CMD_CREATE_QP.pack(base.request._replace(pdir_dma=1 << 50))),
         (Cmd.CREATE_MR, api.CMD_CREATE_MR.pack(mr_request(user, nchunks=2))),
         (Cmd.CREATE_MR, api.CMD_CREATE_MR.pack(mr_request(user, pdir_dma=1 << 50))),

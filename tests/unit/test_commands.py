@@ -229,8 +229,6 @@ def test_the_request_that_the_refusals_change_is_good(user: UserProcess) -> None
         ({"pdir_dma": 1 << 50}, errno.EFAULT),
         ({"pd_handle": 0}, errno.ENOENT),
         ({"pd_handle": NOBODY}, errno.ENOENT),
-        ({"access_flags": AccessFlags.MW_BIND}, errno.EOPNOTSUPP),
-        ({"access_flags": AccessFlags.ZERO_BASED}, errno.EOPNOTSUPP),
         ({"access_flags": AccessFlags.ON_DEMAND | 1}, errno.EOPNOTSUPP),
         ({"access_flags": 0x8000_0001}, errno.EOPNOTSUPP),
         ({"access_flags": AccessFlags.REMOTE_WRITE}, errno.EINVAL),
@@ -250,8 +248,17 @@ def test_cve_2021_3582_regions_that_lie(
     bed.refused(expected, lambda: user.pd.create_mr(request))
 
 
-def test_optional_access_bits_are_hints(user: UserProcess) -> None:
-    assert user.pd.create_mr(mr_request(user, access_flags=0x3FF0_0000 | 1)).mr_handle
+@pytest.mark.parametrize("flags", [0x3FF0_0000, 0x80, AccessFlags.MW_BIND])
+def test_access_bits_that_are_no_rights(bed: Bed, user: UserProcess, flags: int) -> None:
+    assert user.pd.create_mr(mr_request(user, access_flags=flags | 1)).mr_handle
+    assert bed.backend.mrs[-1].access == 1
+
+
+def test_a_zero_based_region_starts_at_zero(bed: Bed, user: UserProcess) -> None:
+    start = 0x7F00_0000_0000
+    flags = AccessFlags.ZERO_BASED | AccessFlags.LOCAL_WRITE
+    user.pd.create_mr(mr_request(user, start=start, length=3 * PAGE, access_flags=flags))
+    assert (bed.backend.mrs[-1].start, bed.backend.mrs[-1].access) == (0, 1)
 
 
 def test_a_region_with_a_page_that_is_nowhere(bed: Bed, user: UserProcess) -> None:
