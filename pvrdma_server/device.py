@@ -443,6 +443,11 @@ class PvrdmaDevice:
         """See `objects.DeviceHooks`."""
         self._moderator.published(cq)
 
+    def cq_gone(self, cq: Cq) -> None:
+        """See `objects.DeviceHooks`."""
+        self._moderator.forget(cq)
+        self._waiting_cqs.pop(cq.handle, None)
+
     def work_missed(self) -> None:
         """See `objects.DeviceHooks`."""
         self._work_missed = True

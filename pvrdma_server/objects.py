@@ -63,6 +63,9 @@ class DeviceHooks(Protocol):
     def cq_published(self, cq: "Cq") -> None:
         """A moderated CQ has a new completion."""
 
+    def cq_gone(self, cq: "Cq") -> None:
+        """A CQ was destroyed: its memory is the guest's again, its handle soon somebody else's."""
+
     def work_missed(self) -> None:
         """A ring's memory is unmapped at the moment: look at the rings again when memory returns."""
 

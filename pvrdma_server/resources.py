@@ -135,6 +135,7 @@ class Resources:
         cq = self.cqs.pop_untrusted(handle)
         self._destroy_qps(lambda qp: cq in (qp.send_cq, qp.recv_cq))
         cq.failed = True
+        cq.hooks.cq_gone(cq)
 
     def destroy_mr(self, handle: int) -> None:
         """Raises BadHandle."""

@@ -124,6 +124,8 @@ class Moderator:
         for cq, head in list(self._fresh.items()):
             try:
                 used = cq.ring.used_untrusted()
+            except BadGuestAddress:
+                continue  # unmapped at the moment: look again later
             except GuestError:
                 used = 0
             now = cq.ring.seen_head
