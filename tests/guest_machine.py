@@ -11,6 +11,7 @@ from pvrdma_server.backend import RdmaBackend
 from pvrdma_server.caps import DeviceConfig
 from pvrdma_server.device import PvrdmaDevice
 from pvrdma_server.regions import Regions
+from pvrdma_server.watches import RingWatch
 
 BUDGET_BYTES = 1 << 20
 
@@ -69,13 +70,14 @@ class Machine:
         config: DeviceConfig | None = None,
         ram: GuestRam | None = None,
         world: World | None = None,
+        watch: RingWatch | None = None,
     ) -> None:
         self.ram = ram or GuestRam()
         self.world = world or World()
         self.world.machines.append(self)
         self._raised: set[int] = set()
         self.msix_enabled = True
-        self.device = PvrdmaDevice(backend, self, config or DeviceConfig())
+        self.device = PvrdmaDevice(backend, self, config or DeviceConfig(), watch)
         self.regions = Regions(self.device)
         self.map_ram()
 
