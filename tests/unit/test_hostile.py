@@ -9,10 +9,10 @@ The eleven CVEs of QEMU's removed device, and where each is tested:
     2018-20191  test_regions.py
     2018-20216  test_rings.py, test_queues.py
     2021-3582   test_commands.py
-    2021-3607   test_device.py (with 2023-1544)
-    2021-3608   test_device.py
+    2021-3607   test_shared_region.py (with 2023-1544)
+    2021-3608   test_shared_region.py
     2022-1050   test_device.py
-    2023-1544   test_device.py
+    2023-1544   test_shared_region.py
 """
 
 import errno
