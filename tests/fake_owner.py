@@ -256,9 +256,9 @@ class Station:
 
     def qp(
         self, qp_type: int = QpType.RC, *, srq: BackendSrq | None = None,
-        pd: BackendPd | None = None, max_send_wr: int = 64,
+        pd: BackendPd | None = None, max_send_wr: int = 64, owner: FakeOwner | None = None,
     ) -> FakeQp:  # fmt: skip
-        owner = FakeOwner()
+        owner = owner or FakeOwner()
         init = QpInit(int(qp_type), max_send_wr, 64, 16, 16, False)
         return FakeQp(
             self, owner, self.backend.create_qp(pd or self.pd, owner, init, srq), attributes()

@@ -92,28 +92,28 @@ class Sending:
         moved = 0
         queue = self.queue
         while queue.flying < self._window and not self.rnr_wait:
-            wqe = queue.current
-            if wqe is None and (wqe := self._next()) is None:
-                break
             if not chunks:
                 self.wanted = True
                 break
-            sent = self._emit(carrier, wqe)
+            chunks -= 1
+            wqe = queue.current or self._next()
+            if wqe is None:
+                break
+            # One that is answered already had nothing to send, but took its time.
+            sent = 0 if wqe.answered else self._emit(carrier, wqe)
             if sent < 0:
                 self.wanted = True
                 break
             moved += sent
-            chunks -= 1
         return moved
 
     def _next(self) -> Wqe | None:
         queue = self.queue
         wqe = queue.next_resend(self.acked + 1) if queue.resend else None
-        while wqe is None and self.ctx.state == RTS and not self.failing:
+        if wqe is None and self.ctx.state == RTS and not self.failing:
             wr = self._pull()
-            if wr is None:
-                break
-            wqe = self._admit(wr)
+            if wr is not None:
+                return self._admit(wr)
         return wqe
 
     def _pull(self) -> SendWr | None:
@@ -142,8 +142,7 @@ class Sending:
         # Earlier requests may be repeated from memory under the key, so it lives until they end.
         return opcode == OP_LOCAL_INV and not self.queue.idle
 
-    def _admit(self, wr: SendWr) -> Wqe | None:
-        # The request if it has something to send.
+    def _admit(self, wr: SendWr) -> Wqe:
         wqe = admit(self.ctx, wr, self.psn)
         queue = self.queue
         if not wqe.answered:
@@ -151,11 +150,11 @@ class Sending:
             if wqe.kind >= READ_REQUEST:
                 self.reads += 1
             queue.current = wqe
-            return wqe
-        self.failing = bool(wqe.status)
-        queue.unacked.append(wqe)
-        self._retire()
-        return None
+        else:
+            self.failing = bool(wqe.status)
+            queue.unacked.append(wqe)
+            self._retire()
+        return wqe
 
     def _emit(self, carrier: Carrier | None, wqe: Wqe) -> int:
         # Bytes sent, or -1 when the carrier has no room.

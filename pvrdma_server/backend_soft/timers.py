@@ -1,7 +1,7 @@
 """Deadlines of queue pairs: a heap with at most one entry each, corrected lazily.
 
-Contract: setting a later deadline costs an assignment, no heap operation; an entry that comes up
-early is put back. Whoever waits for nothing costs nothing.
+Contract: setting a later deadline, or none, costs an assignment and no heap operation; an entry that
+comes up early is put back. Whoever waits for nothing costs nothing (but one wake-up).
 """
 
 from collections.abc import Iterator
@@ -45,15 +45,15 @@ class Timers:
             self._pop(now_ns)
 
     def next_ns(self) -> int | None:
-        """The earliest deadline, or None. Drops entries that mean nothing any more."""
+        """When to call `fire` next, or None: the earliest deadline or, once in a while, earlier.
+
+        Not exact on purpose: a queue that is busy moves its deadline with every message.
+        """
         while self._heap:
             queued_ns, _, timed = self._heap[0]
-            if timed.queued_ns == queued_ns and timed.deadline_ns is not None:
-                if timed.deadline_ns <= queued_ns:
-                    return queued_ns
-                self._requeue(timed)
-            else:
-                self._drop()
+            if timed.queued_ns == queued_ns:
+                return queued_ns
+            self._drop()
         return None
 
     def _pop(self, now_ns: int) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from fake_owner import RAM_BASE, Bench, FakeQp, gid_v4
+from fake_owner import GSI_QKEY, RAM_BASE, Bench, FakeQp, gid_v4
 from soft_bench import soft_bench
 
 from pvrdma_server.abi.mad import parse_grh_area
@@ -11,6 +11,7 @@ from pvrdma_server.abi.pvrdma_dev_api import GidType
 from pvrdma_server.abi.pvrdma_verbs import QpState, QpType
 from pvrdma_server.abi.vmw_pvrdma_abi import NetworkHdrType, Sge, WcStatus, WrOpcode
 from pvrdma_server.backend import Rdma, Refused, Ud
+from pvrdma_server.errors import BackendError
 
 S = WcStatus
 
@@ -204,3 +205,36 @@ def test_unmapped_memory() -> None:
     left.datagram(source.sge(), right)
     bench.settle()
     assert [s for _, s in left.statuses] == [S.LOC_PROT_ERR]
+
+
+def test_queue_pair_one_reaches_itself() -> None:
+    """rdma_cm between two programs of one guest."""
+    bench = soft_bench()
+    gsi = bench.a.qp(QpType.GSI)
+    gsi.start_datagrams(0)
+    source, target = bench.a.buffer(256), bench.a.buffer(296)
+    source.fill(b"REQ!" * 64)
+    gsi.recv(target.sge())
+    gsi.datagram(source.sge(), gsi, GSI_QKEY)
+    bench.settle()
+    assert [s for _, s in gsi.statuses] == [s for _, s in gsi.recv_statuses] == [S.SUCCESS]
+    assert target.data(40) == source.data()
+
+
+def test_there_is_one_queue_pair_one() -> None:
+    bench = soft_bench()
+    bench.a.qp(QpType.GSI)
+    with pytest.raises(BackendError):
+        bench.a.qp(QpType.GSI)
+
+
+def test_a_users_qp_cannot_speak_to_queue_pair_one() -> None:
+    """Its own Q_Key goes out in place of QP1's, which has the high bit set."""
+    bench = soft_bench()
+    gsi, user = bench.b.qp(QpType.GSI), bench.a.qp(QpType.UD)
+    gsi.start_datagrams(0)
+    user.start_datagrams(0x1234)
+    gsi.recv(bench.b.buffer(296).sge())
+    user.datagram(bench.a.buffer(256).sge(), gsi, GSI_QKEY)
+    bench.settle()
+    assert gsi.owner.received == []

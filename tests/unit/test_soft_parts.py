@@ -101,6 +101,7 @@ def test_timer_moves_later_without_the_heap() -> None:
     for deadline in range(100, 200):
         timers.set(alarm, deadline)
     assert len(timers._heap) == 1
+    assert timers.next_ns() == 100
     timers.fire(198)
     assert alarm.fired == 0
     assert timers.next_ns() == 199
@@ -115,9 +116,11 @@ def test_timer_moves_earlier_and_is_cancelled() -> None:
     timers.set(other, 500)
     assert timers.next_ns() == 10
     alarm.deadline_ns = None
+    timers.fire(10)
     assert timers.next_ns() == 500
     timers.fire(2000)
     assert (alarm.fired, other.fired) == (0, 1)
+    assert timers.next_ns() is None
 
 
 def test_alternating_deadlines_leave_nothing_behind() -> None:
@@ -141,7 +144,8 @@ def test_timers_fire_when_due(steps: list[tuple[int, int | None]]) -> None:
             timers.set(alarms[who], deadline)
     due = {i: a.deadline_ns for i, a in enumerate(alarms) if a.deadline_ns is not None}
     for now in range(101):
-        assert timers.next_ns() == min((d for d in due.values() if d >= now), default=None)
+        at, left = timers.next_ns(), [d for d in due.values() if d >= now]
+        assert now <= at <= min(left) if left and at is not None else not left
         timers.fire(now)
         assert [a.fired for a in alarms] == [int(due.get(i, 101) <= now) for i in range(4)]
 

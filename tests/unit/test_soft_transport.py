@@ -1,13 +1,13 @@
 """The RC transport's timers, retries, ordering and states, on a clock that moves when told."""
 
 import pytest
-from fake_owner import Bench, FakeQp
+from fake_owner import Bench, FakeOwner, FakeQp
 from soft_bench import DROP, FaultyFabric, soft_bench
 
 from pvrdma_server.abi.pvrdma_dev_api import EqeType
 from pvrdma_server.abi.pvrdma_verbs import QpState, SendFlags
 from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus, WrOpcode
-from pvrdma_server.backend import Rdma
+from pvrdma_server.backend import Completion, FastReg, Invalidate, Rdma
 from pvrdma_server.backend_soft.aeth import RNR_DELAY_NS
 
 S = WcStatus
@@ -375,3 +375,91 @@ def test_on_work_is_called_once_until_progress() -> None:
     left.send()
     left.send()
     assert bench.woken.rings == rings + 1
+
+
+class Meddler:
+    """An owner's hook that does something to its QP when told of something."""
+
+    def __init__(self, qp: FakeQp, action: str) -> None:
+        self.qp, self.action, self.calls = qp, action, 0
+
+    def __call__(self, *_: object, **__: object) -> None:
+        self.calls += 1
+        if self.calls > 1:
+            assert self.action == "error", "called after destroy or reset"
+        elif self.action == "destroy":
+            self.qp.destroy()
+        else:
+            state = QpState.ERR if self.action == "error" else QpState.RESET
+            self.qp.modify(qp_state=int(state))
+
+
+class MeddlingOwner(FakeOwner):
+    """Meddles with its QP from inside the backend's calls."""
+
+    meddle: Meddler | None = None
+
+    def complete_send(self, wc: Completion) -> None:
+        super().complete_send(wc)
+        if self.meddle:
+            self.meddle()
+
+    def complete_recv(self, wc: Completion, *, solicited: bool) -> None:
+        super().complete_recv(wc, solicited=solicited)
+        if self.meddle:
+            self.meddle()
+
+    def raise_event(self, event: int) -> None:
+        super().raise_event(event)
+        if self.meddle:
+            self.meddle()
+
+
+@pytest.mark.parametrize("action", ["error", "reset", "destroy"])
+@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize("side", [0, 1])
+def test_owner_may_stop_its_qp_inside_a_call(action: str, fault: bool, side: int) -> None:
+    """As the device does when a CQ is full."""
+    bench = soft_bench()
+    pair = [bench.a.qp(owner=MeddlingOwner()), bench.b.qp(owner=MeddlingOwner())]
+    left, right = pair
+    left.connect(right, timeout=0)
+    right.connect(left, timeout=0)
+    owner = pair[side].owner
+    assert isinstance(owner, MeddlingOwner)
+    owner.meddle = Meddler(pair[side], action)
+    source, target = bench.a.buffer(300_000), bench.b.buffer(300_000)
+    for _ in range(5):
+        right.recv(target.sge())
+        right.recv(target.sge())
+        left.send(source.sge())
+        left.read(source.sge(), target.at(), target.rkey)
+    if fault:
+        left.post(99)
+        left.write(source.sge(), 0, 0)
+    right.send(target.sge())
+    bench.settle()
+    assert owner.meddle.calls >= 1
+
+
+def test_local_operations_take_turns() -> None:
+    """A ring full of registrations does not hold everybody else up."""
+    bench = soft_bench()
+    left, _ = bench.pair()
+    ping, pong = bench.pair()
+    fast = bench.a.backend.alloc_fast_reg_mr(bench.a.pd, max_pages=1)
+    arm = FastReg(0, tuple(bench.a.pages(1)), 64, 1, fast.rkey)
+    for _ in range(500):
+        left.post(WrOpcode.FAST_REG_MR, (), arm)
+        left.post(WrOpcode.LOCAL_INV, (), Invalidate(fast.rkey))
+    pong.recv()
+    ping.send()
+    for _ in range(50):
+        for backend in bench.backends:
+            backend.progress(1)
+        if ping.owner.sent:
+            break
+    assert statuses(ping) == [S.SUCCESS]
+    assert len(left.owner.sent) < 500
+    bench.settle()
+    assert statuses(left) == [S.SUCCESS] * 1000
