@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pvrdma_lab import state
+from pvrdma_lab import host_cli, state
 from pvrdma_lab.agent_client import AgentError
 from pvrdma_lab.guest import Guest
 from pvrdma_lab.lab import Lab
@@ -192,6 +192,13 @@ def _writer(fd: int):  # type: ignore[no-untyped-def]  # click has no say here
             data = data[os.write(fd, data) :]
 
     return write
+
+
+@main.command("host", add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def host(words: tuple[str, ...]) -> None:
+    """The rxe host, a virtual machine with RDMA: up, exec, down, logs."""
+    sys.exit(host_cli.main(list(words)))
 
 
 def run() -> None:

@@ -34,7 +34,19 @@ _TINY_PACKAGES = [
 ]  # fmt: skip
 
 _INITRD_MODULES = ("virtio_pci", "virtio_blk", "crc32c_generic", "ext4")
-_INITRD_APPLETS = "sh cat cp echo insmod mkdir mount umount poweroff sleep switch_root".split()
+_INITRD_APPLETS = [
+    "sh",
+    "cat",
+    "cp",
+    "echo",
+    "insmod",
+    "mkdir",
+    "mount",
+    "umount",
+    "poweroff",
+    "sleep",
+    "switch_root",
+]
 _INITRD_FILES = ("initrd-init", "init", "agent.py")
 
 

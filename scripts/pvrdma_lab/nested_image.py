@@ -11,13 +11,14 @@ from pvrdma_lab.host_image import find_host, find_tiny_kernel
 from pvrdma_lab.steps import StepError, StepLog, built_beside, remove_tree
 
 _PROGRAMS = (
-    "ibv_devinfo", "ibv_rc_pingpong", "ibv_ud_pingpong", "ibv_srq_pingpong", "ib_write_bw", "ib_write_lat", "ib_read_bw",
-    "ib_send_bw", "ib_atomic_lat", "ib_atomic_bw",
+    "ibv_devinfo", "ibv_rc_pingpong", "ibv_ud_pingpong", "ibv_srq_pingpong", "ib_write_bw",
+    "ib_write_lat", "ib_read_bw", "ib_send_bw", "ib_atomic_lat", "ib_atomic_bw",
 )  # fmt: skip
 _APPLETS = (
-    "sh awk cat chmod cut dmesg echo env false find grep head ifconfig ip kill killall ln ls mkdir mknod mount nc od ping "
-    "poweroff printf ps pwd rm route sed seq sleep sort stty tail test timeout touch tr true uname uptime wc"
-).split()
+    "arp", "awk", "cat", "cut", "dmesg", "echo", "grep", "head", "ifconfig", "ip", "kill",
+    "killall", "ls", "mkdir", "mount", "nc", "netstat", "ping", "poweroff", "printf", "ps", "rm",
+    "sed", "seq", "sh", "sleep", "sort", "stty", "tail", "test", "timeout", "tr", "uname", "wc",
+)  # fmt: skip
 _LIBRARIES = Path("usr/lib/x86_64-linux-gnu")
 
 
