@@ -1,46 +1,15 @@
 """Rings that are watched: processes ring nothing, no work is lost, and completions are announced by moderation."""
 
-import struct
-from itertools import count
-
 import pytest
 from guest import Kernel, Machine, Qp, Srq, UserProcess
 from unit.bed import GID, ready
 from unit.fake_backend import FakeBackend
+from unit.fake_watch import FakeWatch
 
 from pvrdma_server.abi.pvrdma_dev_api import DeviceCtl, Reg
 from pvrdma_server.abi.pvrdma_verbs import QpState
 from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus
 from pvrdma_server.caps import DeviceConfig
-
-
-class FakeWatch:
-    """Looks when asked: fires each armed token whose words differ, once."""
-
-    def __init__(self) -> None:
-        self.words: dict[int, memoryview] = {}
-        self.armed: set[int] = set()
-        self._tokens = count(1)
-
-    def add(self, state: memoryview) -> int:
-        token = next(self._tokens)
-        assert len(state) == 8
-        self.words[token] = state
-        self.armed.add(token)
-        return token
-
-    def rearm(self, token: int) -> None:
-        assert token in self.words
-        self.armed.add(token)
-
-    def remove(self, token: int) -> None:
-        del self.words[token]
-        self.armed.discard(token)
-
-    def fired(self) -> list[int]:
-        hits = [t for t in sorted(self.armed) if len(set(struct.unpack("<II", self.words[t]))) > 1]
-        self.armed.difference_update(hits)
-        return hits
 
 
 class Watched:
