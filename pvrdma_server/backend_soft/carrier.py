@@ -30,7 +30,7 @@ class Endpoint(Protocol):
     name: str
 
     def receive(self, peer: Carrier, header: bytes, payload: Sequence[memoryview]) -> None:
-        """A message from `peer`; header and payload are the peer's, untrusted."""
+        """A message from `peer`, untrusted: header a snapshot, payload views valid during the call."""
 
     def room(self, carrier: Carrier) -> None:
         """A carrier that had no room has some again."""

@@ -1,6 +1,8 @@
 """The in-process carrier: endpoints of one process, bounded queues of (header, source views).
 
-Contract: nothing is copied here; the receiver copies straight from the sender's memory to its own.
+Contract: nothing is copied here; the receiver copies straight from the sender's memory to its own,
+when it is delivered. That is right where all endpoints serve one guest (or tests): a carrier between
+guests copies in `send`, so that nothing leaves memory that its guest has taken back meanwhile.
 A link keeps order and loses nothing until its port leaves.
 """
 
@@ -14,7 +16,7 @@ from pvrdma_server.errors import BackendError
 
 # Stops a sender whose peer is slow from queueing without end.
 LINK_MESSAGES = 256
-LINK_BYTES = 4 << 20
+LINK_BYTES = 2 << 20
 
 
 @dataclass(slots=True, eq=False)
