@@ -231,6 +231,13 @@ class Guest:
         with self.popen("reboot -f"):
             self.wait_ready(timeout_s)
 
+    def reset(self, timeout_s: float = BOOT_TIMEOUT_S) -> None:
+        """Presses the machine's reset button, which no driver hears of, and waits until the guest is up again."""
+        self._mark_console()
+        self._lab.save()
+        self.qmp("system_reset")
+        self.wait_ready(timeout_s)
+
     def qmp(self, command: str, **arguments: Any) -> Any:
         """Executes a QMP command in the guest's QEMU (stop, cont, system_reset, ...)."""
         return qmp.execute(self.folder / "qmp.sock", command, arguments)
