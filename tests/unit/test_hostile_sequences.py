@@ -5,6 +5,7 @@ from contextlib import suppress
 
 from guest import (
     PAGE,
+    SIGNALED,
     CommandFailed,
     CommandTimeout,
     Driver,
@@ -25,16 +26,31 @@ from unit.fake_backend import FakeBackend
 from unit.fake_watch import FakeWatch
 
 from pvrdma_server.abi import pvrdma_dev_api as api
+from pvrdma_server.abi import vmw_pvrdma_abi as abi
 from pvrdma_server.abi.pvrdma_dev_api import Cmd, DeviceCtl, Reg
 from pvrdma_server.abi.pvrdma_verbs import SrqAttr
 from pvrdma_server.backend import RdmaBackend
 from pvrdma_server.backend_soft import SoftBackend, SoftConfig
 from pvrdma_server.caps import DeviceConfig
-from pvrdma_server.device import MAX_GUEST_WARNINGS
+from pvrdma_server.device import MAX_GUEST_WARNINGS, State
 
 INTERESTING = [0, 1, 2, 3, 4, 7, 15, 16, 17, 64, 255, 256, PAGE, 0xFFFF, 0x8000_0000, 0xFFFF_FFFF]
 words = st.sampled_from(INTERESTING) | st.integers(0, 0xFFFF_FFFF)
 handles = st.integers(0, 6)
+ON_ONE_HANDLE = [
+    Cmd.DESTROY_PD,
+    Cmd.DESTROY_MR,
+    Cmd.DESTROY_CQ,
+    Cmd.DESTROY_QP,
+    Cmd.DESTROY_UC,
+    Cmd.DESTROY_BIND,
+    Cmd.DESTROY_SRQ,
+    Cmd.QUERY_QP,
+    Cmd.QUERY_SRQ,
+    Cmd.MODIFY_SRQ,
+]
+# opcode, num_sge, and words for the union
+entry = st.tuples(st.integers(0, 17), st.integers(0, 5), st.lists(words, min_size=1, max_size=4))
 MAX_UAR = 4
 IOVA = 1 << 20
 SIZE = 4 << 20
@@ -78,7 +94,13 @@ class HostileGuest(RuleBasedStateMachine):
     def is_mapped(self) -> bool:
         return sum(length for _, length in self.parts) == SIZE
 
-    @precondition(lambda self: self.is_mapped and self.ram.free_page_count > 300)
+    @precondition(
+        lambda self: (
+            self.is_mapped
+            and self.ram.free_page_count > 300
+            and self.machine.device.state is not State.ACTIVE
+        )
+    )
     @rule()
     def boot(self) -> None:
         """A proper driver with one of everything, whose requests the other rules spoil."""
@@ -123,22 +145,20 @@ class HostileGuest(RuleBasedStateMachine):
         self.ram.write(self.driver.cmd_slot, raw)
         self.machine.write32(1, Reg.REQUEST, 0)
 
-    @rule(data=st.data())
-    def spoilt_command(self, data: st.DataObject) -> None:
-        cmd = data.draw(st.sampled_from(sorted(self.requests)))
-        body = bytearray(self.requests[Cmd(cmd)])
-        changes = st.lists(st.tuples(st.integers(0, len(body) // 4 - 1), words), max_size=2)
-        for index, value in data.draw(changes):
-            struct.pack_into("<I", body, 4 * index, value)
-        self.post(cmd, bytes(body))
+    @rule(spoils=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 15), words), max_size=5))
+    def spoilt_commands(self, spoils: list[tuple[int, int, int]]) -> None:
+        """Good requests with one word changed; what is unchanged there makes a good object."""
+        for which, index, value in spoils:
+            cmd = sorted(self.requests)[which % len(self.requests)]
+            body = bytearray(self.requests[Cmd(cmd)])
+            if 4 * index < len(body):
+                struct.pack_into("<I", body, 4 * index, value)
+            self.post(cmd, bytes(body))
 
-    @rule(
-        cmd=st.sampled_from([3, 5, 8, 12, 14, 16, 20, 19, 11, 18]),
-        handle=handles,
-        more=st.integers(0, 3),
-    )
-    def destroy_or_query(self, cmd: int, handle: int, more: int) -> None:
-        self.post(cmd, struct.pack("<II", handle, more))
+    @rule(acts=st.lists(st.tuples(st.sampled_from(ON_ONE_HANDLE), handles, handles), max_size=5))
+    def destroy_or_query(self, acts: list[tuple[int, int, int]]) -> None:
+        for cmd, handle, more in acts:
+            self.post(cmd, struct.pack("<II", handle, more))
 
     @rule(which=st.integers(0, 1), state=st.integers(0, 7), mask=words)
     def any_state(self, which: int, state: int, mask: int) -> None:
@@ -172,20 +192,21 @@ class HostileGuest(RuleBasedStateMachine):
     def any_doorbell(self, page: int, offset: int, handle: int, bits: int) -> None:
         self.machine.write32(2, page * PAGE + offset, handle | bits << 29)
 
-    @rule(
-        which=st.integers(0, 1),
-        header=st.lists(words, min_size=4, max_size=20),
-        opcode=st.integers(0, 17),
-    )
-    def any_wqe(self, which: int, header: list[int], opcode: int) -> None:
-        """In the slot that is next, whatever the indices say."""
+    @rule(which=st.integers(0, 1), entries=st.lists(entry, min_size=1, max_size=8))
+    def any_wqes(self, which: int, entries: list[tuple[int, int, list[int]]]) -> None:
+        """In the slots that are next, whatever the indices say; addresses and keys are often real ones."""
         qp = self.qps[which]
-        raw = bytearray(struct.pack(f"<{len(header)}I", *header).ljust(256, b"\0"))
-        struct.pack_into("<I", raw, 16, opcode)
-        struct.pack_into("<I", raw, 8, header[0] % 8)
-        slot = qp.sq.prod_tail % 16
-        qp.pages.write(PAGE + slot * qp.entry_size, bytes(raw[: qp.entry_size]))
-        qp.sq.produce()
+        real = [*struct.unpack("<II", self.mr.addr.to_bytes(8, "little")), self.mr.rkey, 8]
+        for opcode, num_sge, union in entries:
+            body = [*union, *real][: 56 // 4]
+            raw = struct.pack("<QIIIII", 1, num_sge, 0, opcode, SIGNALED, union[0] & 0xFF)
+            raw += bytes(4) + struct.pack("<IIIII", *real[:3], *body[:2])
+            raw = raw.ljust(80, b"\0") + b"".join(
+                abi.SGE.pack(self.mr.sge(at % 64, 8)) for at in union
+            )
+            slot = qp.sq.prod_tail % 16
+            qp.pages.write(PAGE + slot * qp.entry_size, raw[: qp.entry_size])
+            qp.sq.produce()
         qp.ring_send()
 
     @rule(which=st.integers(0, 1), at=st.integers(0, 2 * PAGE), length=st.integers(0, 2 * PAGE))
@@ -221,11 +242,23 @@ class HostileGuest(RuleBasedStateMachine):
         raw = (value & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little")
         self.ram.write(IOVA + page * PAGE + 8 * at, raw)
 
-    @rule(where=st.integers(0, 3))
+    @rule(where=st.integers(0, 15))
     def unmap(self, where: int) -> None:
-        if self.parts:
+        """Rarely: what is unmapped makes all other rules dull."""
+        if self.parts and where < 4:
             iova, length = self.parts.pop(where % len(self.parts))
             self.machine.device.dma_unmap(iova, length)
+
+    @rule(pieces=st.integers(1, 4), which=st.integers(0, 1), cmd=st.sampled_from(ON_ONE_HANDLE))
+    def move(self, pieces: int, which: int, cmd: int) -> None:
+        """As during a boot: all of it away and back, with acts in between."""
+        for iova, length in self.parts:
+            self.machine.device.dma_unmap(iova, length)
+        self.parts.clear()
+        self.qps[which].sq.produce()
+        self.qps[which].ring_send()
+        self.post(cmd, struct.pack("<II", which, 0))
+        self.map(pieces, False)
 
     @rule(pieces=st.integers(1, 4), wrong=st.booleans())
     def map(self, pieces: int, wrong: bool) -> None:
@@ -252,8 +285,10 @@ class HostileGuest(RuleBasedStateMachine):
     def time_passes(self) -> None:
         self.machine.wait()
 
-    @rule()
-    def reset(self) -> None:
+    @rule(really=st.integers(0, 3))
+    def reset(self, really: int) -> None:
+        if really:
+            return
         self.machine.write32(1, Reg.CTL, DeviceCtl.RESET)
         assert nothing_left(self.machine.counts())
 
@@ -302,7 +337,7 @@ class HostileGuestWatched(HostileGuestOnSoft):
 
 
 quick = settings(
-    max_examples=60,
+    max_examples=50,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
