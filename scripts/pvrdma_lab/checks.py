@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pvrdma_lab import paths
+from pvrdma_lab.host_tests import HOST_STEPS, NESTED_STEPS
 from pvrdma_lab.prepare import GUEST_STEPS, set_up, venv_python
 
 
@@ -30,6 +31,11 @@ class Check:
     name: str
     module: str
     arguments: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> bool:
+        """Whether it takes pytest's words and writes a report with counts."""
+        return self.module in ("pytest", "pvrdma_lab.host_tests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,16 @@ MODES = {
         "Linux guests on a real QEMU and the server",
         GUEST_STEPS,
         (Check("guests", "pytest", ("-v", "--durations=10", "tests/vm")),),
+    ),
+    "host": Mode(
+        "inside a machine with RDMA (rxe, in a VM): the contract over host verbs, guests in Python on real servers",
+        ("venv", *HOST_STEPS),
+        (Check("host", "pvrdma_lab.host_tests", ("host",)),),
+    ),
+    "nested": Mode(
+        "a Linux guest inside that machine, and verbs programs between the two",
+        ("venv", *NESTED_STEPS),
+        (Check("nested", "pvrdma_lab.host_tests", ("nested",)),),
     ),
 }
 ALL = tuple(MODES)
@@ -131,15 +147,18 @@ def run_check(check: Check, more: Sequence[str], outcome: Outcome) -> None:
     """Runs one check, its output to ours, and adds its counts."""
     argv = [venv_python(), "-m", check.module, *check.arguments]
     report = paths.log_folder() / f"test-{check.name}.xml"
-    if check.module == "pytest":
+    if check.counts:
         report.unlink(missing_ok=True)
         argv += [f"--junitxml={report}", *more]
     say(f"=== {check.name}: {check.module} {' '.join([*check.arguments, *more])}".rstrip())
     started = time.monotonic()
-    status = subprocess.run(
-        argv, cwd=paths.REPOSITORY, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=False
-    ).returncode
-    if check.module == "pytest":
+    environment = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": str(paths.REPOSITORY / "scripts"),
+    }
+    status = subprocess.run(argv, cwd=paths.REPOSITORY, env=environment, check=False).returncode
+    if check.counts:
         passed, failed, skipped = report_counts(report)
         failed = failed or int(status != 0)
     else:
@@ -162,7 +181,7 @@ def main(argv: list[str]) -> int:
                 outcome.add(f"set-up for {name}", 0, 1)
                 continue
             for check in MODES[name].checks:
-                run_check(check, arguments.pytest if check.module == "pytest" else (), outcome)
+                run_check(check, arguments.pytest if check.counts else (), outcome)
     except KeyboardInterrupt:
         say("test: interrupted")
         return 130

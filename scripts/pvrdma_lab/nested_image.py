@@ -55,7 +55,7 @@ class NestedInitrd:
 
     def find(self) -> Path | None:
         nested = find_nested()
-        return nested and nested.initrd
+        return nested.initrd if nested else None
 
     def build(self, log: StepLog) -> None:
         host, kernel = find_host(), find_tiny_kernel()
