@@ -45,8 +45,8 @@ class SleepPolicy(NamedTuple):
     Attributes:
         spin_ns: after something fired or was armed, look without sleeping for this long. Costs a core.
         min_sleep_ns: the first sleep after that; every further one is twice as long.
-        max_sleep_ns: the longest: the latency of the first request after a pause. Any sleep, however short, was measured
-            to cost 17 us of a core in a busy virtual machine; 3 ms keep tens of quiet rings below 1 % even there.
+        max_sleep_ns: the longest: the latency of the first request after a pause. One wake-up was measured to cost
+            17 us of CPU in a busy virtual machine; 3 ms keep tens of quiet rings below 1 % even there.
     """
 
     spin_ns: int = 0
