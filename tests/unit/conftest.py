@@ -2,10 +2,15 @@
 
 import pytest
 from guest import Qp, UserProcess, World
+from hypothesis import settings
 from unit.bed import GID, Bed, ready
 from unit.vms import Pair, Vm
 
 from pvrdma_server.backend_soft import LocalFabric
+
+# How long an example takes on a loaded machine says nothing.
+settings.register_profile("unit", deadline=None)
+settings.load_profile("unit")
 
 
 @pytest.fixture

@@ -247,3 +247,26 @@ def test_failures_late_in_a_create_keep_nothing(bed: Bed, user: UserProcess) -> 
             bed.refused(errno.ENOMEM, act)
         gc.collect()
         assert len(memory._users) == users, verb
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_failures_give_their_handles_back(bed: Bed, user: UserProcess, kind: str) -> None:
+    make, limit = MAKERS[kind]
+    shared_cq(user)
+    for _ in range(2 * limit):
+        request = {
+            "pds": (Cmd.CREATE_PD, struct.pack("<I", user.handle)),
+            "cqs": (Cmd.CREATE_CQ, api.CMD_CREATE_CQ.pack(cq_request(bed, pdir_dma=0))[16:]),
+            "srqs": (
+                Cmd.CREATE_SRQ,
+                api.CMD_CREATE_SRQ.pack(srq_request(user)._replace(pdir_dma=0))[16:],
+            ),
+            "qps": (Cmd.CREATE_QP, bytes(64)),
+        }[kind]
+        bed.backend.fail_next["create_pd"] = errno.ENOMEM
+        with pytest.raises(CommandFailed):
+            bed.driver.post_bytes(
+                api.CMD_HDR.pack(api.CmdHdr(0, request[0])) + request[1], ack=None
+            )
+    bed.backend.fail_next.clear()
+    assert make(user).handle is not None

@@ -240,11 +240,13 @@ def test_a_backlog_is_no_larger_than_its_cq(bed: Bed, user: UserProcess, qp: Qp)
     other = ready(Qp(user, send_cq=user.cq(2)))
     fake = backend_of(bed, other)
     fake.answer = False
-    for number in range(3):
-        other.send(wr_id=number)
+    other.send()
+    cq = bed.machine.device.resources.cqs.get_untrusted(other.send_cq.handle)
     bed.machine.unmap_ram()
-    for wr in fake.sent:
-        fake.complete(wr, WcStatus.SUCCESS)
+    for number in range(100):
+        fake.complete(fake.sent[0], WcStatus.SUCCESS)
+        assert len(cq.backlog) <= 2
+        assert cq.failed == (number >= 2)
     bed.machine.map_ram()
     assert bed.driver.take_events() == [api.Eqe(EqeType.CQ_ERR, other.send_cq.handle)]
 

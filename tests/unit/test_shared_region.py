@@ -3,6 +3,7 @@
 import errno
 
 import pytest
+import structlog
 from guest import (
     PAGE,
     Driver,
@@ -130,8 +131,10 @@ def test_ram_that_is_not_shared_is_recognised(machine: Machine) -> None:
     """The server then sees a page of zeros, whatever the guest wrote."""
     driver = prepared(machine)
     machine.ram.write(driver.dsr, bytes(280))
-    assert publish(driver) == errno.EFAULT
+    with structlog.testing.capture_logs() as log:
+        assert publish(driver) == errno.EFAULT
     assert machine.device.state is State.RESET
+    assert "share=on" in log[-1]["error"]  # what to do about it
 
 
 def test_read_only_memory_is_no_place_for_it(machine: Machine) -> None:
