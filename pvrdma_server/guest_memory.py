@@ -183,6 +183,7 @@ class GuestPages:
         "_writable",
         "generation",
         "length_bytes",
+        "words",
     )
 
     def __init__(self, memory: GuestMemory, addresses: Iterable[int], *, writable: bool) -> None:
@@ -191,6 +192,7 @@ class GuestPages:
         self._runs = _merge_untrusted(addresses)
         self._views: list[memoryview] | None = None
         self._offsets: list[int] = []
+        self.words: memoryview | None = None
         self.generation = 0
         self.length_bytes = sum(length for _, length in self._runs)
         self._resolve()
@@ -217,6 +219,7 @@ class GuestPages:
         ):
             self._views = None
             self._offsets = []
+            self.words = None
             self.generation += 1
 
     def views_untrusted(self, offset: int, length: int) -> list[memoryview]:
@@ -249,6 +252,16 @@ class GuestPages:
             BadGuestAddress: no such page, or not mapped at the moment.
         """
         return self.views_untrusted(index << PAGE_SHIFT, PAGE_SIZE)[0]
+
+    def words_untrusted(self) -> memoryview:
+        """Page 0 as 32-bit words; `words` is the same until the memory is unmapped, and None from then on.
+
+        Raises:
+            BadGuestAddress: not mapped at the moment.
+        """
+        if self.words is None:
+            self.words = self.page_untrusted(0).cast("I")
+        return self.words
 
     def _resolve(self) -> list[memoryview]:
         views: list[memoryview] = []

@@ -49,7 +49,6 @@ class Ring:
         "_slot_mask",
         "_state_offset",
         "_tail",
-        "_words",
         "capacity",
         "entry_size",
         "seen_head",
@@ -68,7 +67,7 @@ class Ring:
         self._tail = state_offset // 4
         self._head = self._tail + 1
         self._state_offset = state_offset
-        self._words = pages.page_untrusted(0).cast("I")
+        pages.words_untrusted()
         self._generation = pages.generation
         self.seen_head = 0
         self.watch_token: int | None = None
@@ -81,23 +80,22 @@ class Ring:
     def state_untrusted(self) -> memoryview:
         """The 8 bytes {prod_tail, cons_head}. Raises BadGuestAddress while they are not mapped."""
         state = self._pages.page_untrusted(0)[self._state_offset : self._state_offset + 8]
-        self._generation, self._words = (
-            self._pages.generation,
-            self._pages.page_untrusted(0).cast("I"),
-        )
+        self._generation = self._pages.generation
         return state
 
-    def _indices_untrusted(self) -> tuple[int, int, int]:
-        """(prod_tail, cons_head, entries between them).
+    def _indices_untrusted(self) -> tuple[memoryview, int, int, int]:
+        """(the words they are in, prod_tail, cons_head, entries between them).
 
         Raises:
             BadRingIndex: one of them has bits no valid index has, or they are further apart than the ring is long.
             BadGuestAddress: the ring's memory is not mapped at the moment.
         """
-        if self._generation != self._pages.generation:
-            self._words = self._pages.page_untrusted(0).cast("I")
+        # The pages keep the words and drop them at unmap: a ring that lies idle must not keep memory mapped.
+        words = self._pages.words
+        if words is None:
+            words = self._pages.words_untrusted()
             self._generation = self._pages.generation
-        words, mask = self._words, self._index_mask
+        mask = self._index_mask
         tail, head = words[self._tail], words[self._head]
         used = (tail - head) & mask
         self.seen_head = head
@@ -105,7 +103,7 @@ class Ring:
             raise BadRingIndex(
                 f"prod_tail {tail:#x} cons_head {head:#x} in a ring of {self.capacity}"
             )
-        return tail, head, used
+        return words, tail, head, used
 
     def _slot(self, index: int) -> memoryview:
         offset = self._base + (index & self._slot_mask) * self.entry_size
@@ -113,7 +111,7 @@ class Ring:
 
     def used_untrusted(self) -> int:
         """Entries produced and not consumed. Raises as `_indices_untrusted`."""
-        return self._indices_untrusted()[2]
+        return self._indices_untrusted()[3]
 
 
 class ConsumerRing(Ring):
@@ -129,11 +127,11 @@ class ConsumerRing(Ring):
         Raises:
             BadRingIndex, BadGuestAddress: as a corrupt or unmapped ring; nothing is consumed.
         """
-        _, head, used = self._indices_untrusted()
+        words, _, head, used = self._indices_untrusted()
         if not used:
             return None
         entry = bytes(self._slot(head))
-        self._words[self._head] = (head + 1) & self._index_mask
+        words[self._head] = (head + 1) & self._index_mask
         return entry
 
 
@@ -151,11 +149,11 @@ class ProducerRing(Ring):
         Raises:
             BadRingIndex, BadGuestAddress: as a corrupt or unmapped ring; nothing is published.
         """
-        tail, _, used = self._indices_untrusted()
+        words, tail, _, used = self._indices_untrusted()
         if used == self.capacity:
             return False
         self._slot(tail)[: len(entry)] = entry
-        self._words[self._tail] = (tail + 1) & self._index_mask
+        words[self._tail] = (tail + 1) & self._index_mask
         return True
 
 

@@ -150,6 +150,23 @@ def test_the_driver_may_zero_its_indices_at_any_time() -> None:
     assert ring.words.prod_tail == 1
 
 
+def test_an_idle_ring_keeps_no_memory_mapped() -> None:
+    """A reboot unmaps all RAM; the old driver's rings may live until the garbage collector finds them."""
+    backing = bytearray(4 * PAGE)
+    memory = GuestMemory()
+    memory.add_region(PAGE, len(backing), memoryview(backing), writable=True)
+    ring = ConsumerRing(
+        GuestPages(memory, [PAGE, 2 * PAGE], writable=True), RX_STATE_OFFSET, 1, 64, 8
+    )
+    assert ring.pop_untrusted() is None
+    with pytest.raises(BufferError):
+        backing.append(0)
+    memory.remove_region(PAGE, len(backing))
+    backing.append(0)
+    with pytest.raises(BadGuestAddress):
+        ring.pop_untrusted()
+
+
 def test_a_ring_lives_through_unmap_and_map() -> None:
     ring = Fixture(8, 64)
     ring.producer.push_untrusted(b"a" * 64)
