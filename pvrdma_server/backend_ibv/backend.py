@@ -4,6 +4,7 @@ Contract: see backend.py. `wait_fd` becomes readable when `progress` has somethi
 `progress` then, which takes what made it readable.
 """
 
+import errno
 import itertools
 import select
 from collections.abc import Callable
@@ -134,7 +135,7 @@ class IbvBackend:
 
     def reg_dma_mr(self, pd: BackendPd, *, access: int) -> BackendMr:
         """See `backend.RdmaBackend`."""
-        return self.registrar.reg_dma_mr(_host_pd(pd))
+        return self.registrar.reg_dma_mr(_host_pd(pd), access)
 
     def alloc_fast_reg_mr(self, pd: BackendPd, *, max_pages: int) -> BackendMr:
         """See `backend.RdmaBackend`. Not to be had over host verbs, and not advertised."""
@@ -156,10 +157,12 @@ class IbvBackend:
         """See `backend.RdmaBackend`."""
         if init.qp_type == QpType.GSI:
             if self._gsi is not None:
-                raise BackendError(16, "ibv_create_qp", "there is one QP1")
+                raise BackendError(errno.EBUSY, "ibv_create_qp", "there is one QP1")
             self._gsi = GsiQp(owner, self._forget_gsi)
             return self._gsi
         assert srq is None or isinstance(srq, IbvSrq)
+        if max(init.max_send_wr, init.max_recv_wr) > self.limits.max_qp_wr:
+            raise BackendError(errno.EINVAL, "ibv_create_qp", "a queue beyond the device's limit")
         qp = IbvQp(self, _host_pd(pd), owner, init, srq)
         self._qps[qp.qpn] = qp
         return qp

@@ -47,6 +47,7 @@ class IbvPd:
     device: HostDevice
     privileged: bool
     dma_keys: set[int] = field(default_factory=set)
+    mrs: "dict[int, IbvMr]" = field(default_factory=dict)
     regions: dict[int, _HostRegion] = field(default_factory=dict)
     on_destroy: "Callable[[IbvPd], None] | None" = None
 
@@ -67,11 +68,16 @@ class IbvMr:
 
     lkey: int
     rkey: int
+    pd: IbvPd
+    start: int
+    length: int
+    access: int
     mr: Any
     mapping: Mapping
 
     def destroy(self) -> None:
         """See `backend.BackendMr`."""
+        self.pd.mrs.pop(self.lkey, None)
         with verb("ibv_dereg_mr"):
             self.mr.close()
         self.mapping.close()
@@ -122,13 +128,31 @@ class Registrar:
             raise BackendError(
                 errno.EAGAIN, "ibv_reg_mr", "the host's key is one of those kept for DMA regions"
             )
-        return IbvMr(int(mr.lkey), int(mr.rkey), mr, mapping)
+        made = IbvMr(int(mr.lkey), int(mr.rkey), pd, start, length, access, mr, mapping)
+        pd.mrs[made.lkey] = made
+        return made
 
-    def reg_dma_mr(self, pd: IbvPd) -> IbvDmaMr:
+    def covers(self, pd: IbvPd, sges: tuple[Sge, ...], *, writes: bool) -> bool:
+        """Whether every element lies in a region of its key that allows the access. For post-mortems only."""
+        own = {int(region.mr.lkey) for region in pd.regions.values()}
+        for sge in sges:
+            if sge.lkey in own or not sge.length:
+                continue
+            mr = pd.mrs.get(sge.lkey)
+            if mr is None or (writes and not mr.access & _LOCAL_WRITE):
+                return False
+            if sge.addr < mr.start or sge.addr + sge.length > mr.start + mr.length:
+                return False
+        return True
+
+    def reg_dma_mr(self, pd: IbvPd, _access: int) -> IbvDmaMr:
         """A key for all of guest memory by bus address; nothing is pinned until a work request uses it."""
+        if not pd.privileged:
+            raise BackendError(errno.EPERM, "ibv_reg_mr", "a DMA region is the guest kernel's")
         key = self._next_dma_key
         self._next_dma_key = _DMA_KEY_BASE | ((key + 1) & 0xFFF)
         pd.dma_keys.add(key)
+        # Local access only, whatever is asked: nobody but this guest's own kernel has bus addresses.
         return IbvDmaMr(key, key, pd)
 
     def translate(self, pd: IbvPd, sges: tuple[Sge, ...]) -> tuple[Sge, ...]:

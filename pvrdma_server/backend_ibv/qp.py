@@ -10,6 +10,7 @@ Contract: completions reach the owner in posting order, unsuccessful ones whethe
 have on hardware.
 """
 
+import errno
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
@@ -18,7 +19,7 @@ from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 
 from pvrdma_server.abi.pvrdma_dev_api import EqeType
 from pvrdma_server.abi.pvrdma_verbs import QpAttr, QpAttrMask, QpState, QpType
-from pvrdma_server.abi.vmw_pvrdma_abi import NetworkHdrType, WcFlags, WcOpcode, WcStatus
+from pvrdma_server.abi.vmw_pvrdma_abi import NetworkHdrType, Sge, WcFlags, WcOpcode, WcStatus
 from pvrdma_server.backend import Completion, QpInit, QpOwner, Refused, SendWr, Ud
 from pvrdma_server.backend_ibv.host import ah_attr_of_qp, verb
 from pvrdma_server.backend_ibv.memory import IbvPd, Registrar
@@ -46,6 +47,8 @@ _HOST_QP_TYPE: Final = {int(QpType.RC): 2, int(QpType.UD): 4}
 _WC_GRH, _WC_WITH_IMM, _WC_WITH_INV = 1, 2, 8
 _SUCCESS: Final = int(WcStatus.SUCCESS)
 _FLUSHED: Final = int(WcStatus.WR_FLUSH_ERR)
+# What the host writes to the local elements of.
+_LOCAL_WRITERS: Final = (int(WcOpcode.RDMA_READ), int(WcOpcode.COMP_SWAP), int(WcOpcode.FETCH_ADD))
 _RECEIVING: Final = (
     int(QpState.INIT),
     int(QpState.RTR),
@@ -56,13 +59,17 @@ _RECEIVING: Final = (
 
 
 class Sent(NamedTuple):
-    """A send request under way; `number` 0 for one that never reached the host and completes with `status`."""
+    """A send request under way; `number` 0 for one that never reached the host and completes with `status`.
+
+    `sges` are the host's, to find out afterwards why it failed.
+    """
 
     number: int
     wr_id: int
     opcode: int
     signaled: bool
     status: int = 0
+    sges: tuple[Sge, ...] = ()
 
 
 class Surroundings(Protocol):
@@ -102,6 +109,7 @@ class _Reserved:
 class _Flags:
     """Once-only reports of a queue pair, forgotten at RESET."""
 
+    stopped: bool = False  # somebody has said why the queue pair is in ERR
     refused: bool = False
     comm_est: bool = False
     last_wqe: bool = False
@@ -115,6 +123,8 @@ class IbvQp:
     def __init__(
         self, around: Surroundings, pd: IbvPd, owner: QpOwner, init: QpInit, srq: IbvSrq | None
     ) -> None:
+        if init.qp_type not in _HOST_QP_TYPE:
+            raise BackendError(errno.EOPNOTSUPP, "ibv_create_qp", f"QP type {init.qp_type}")
         self._around = around
         self.pd = pd
         self._owner = owner
@@ -194,6 +204,7 @@ class IbvQp:
             self._fill(host, attr, mask)
         with verb("ibv_modify_qp", f"state {self.state} to {target}, attributes {mask:#x}"):
             self.qp.modify(host, mask & _PASSED_MASK)
+        self._flags.stopped |= target == QpState.ERR
         self.state = target
         self._peer_qpn = attr.dest_qp_num
         if target == QpState.RESET:
@@ -259,9 +270,9 @@ class IbvQp:
                 refused = wr
                 break
             batch.append(wr)
-        taken = self._post_sends(batch) if batch else 0
+        taken, status = self._post_sends(batch) if batch else (0, 0)
         if taken < len(batch):
-            self._refuse(batch[taken:], int(WcStatus.LOC_QP_OP_ERR))
+            self._refuse(batch[taken:], status)
         elif refused is not None:
             status = (
                 refused.arm.status if isinstance(refused.arm, Refused) else WcStatus.LOC_QP_OP_ERR
@@ -269,7 +280,9 @@ class IbvQp:
             self._refuse([refused], int(status))
         return bool(batch) and len(batch) == room and not self._flags.refused
 
-    def _post_sends(self, batch: list[SendWr]) -> int:
+    def _post_sends(self, batch: list[SendWr]) -> tuple[int, int]:
+        """How many the host took, and the status of the first that it did not."""
+        status = int(WcStatus.LOC_QP_OP_ERR)
         parts = Parts()
         chain = []
         sent: list[Sent] = []
@@ -280,6 +293,8 @@ class IbvQp:
                         self._host_send(parts, wr, last=index == len(batch) - 1, sent=sent)
                     )
                 except (BackendError, BadGuestAddress) as e:
+                    if isinstance(e, BadGuestAddress):
+                        status = int(WcStatus.LOC_PROT_ERR)
                     self._report(e)
                     break
             if chain and len(chain) < len(batch):
@@ -288,7 +303,7 @@ class IbvQp:
         finally:
             parts.close()
         self._sent.extend(sent[:taken])
-        return taken
+        return taken, status
 
     def _host_send(self, parts: Parts, wr: SendWr, *, last: bool, sent: list[Sent]) -> Any:
         number = self._around.number()
@@ -298,7 +313,7 @@ class IbvQp:
             request.set_wr_ud(
                 self._around.address_handle(self.pd, wr.arm), wr.arm.remote_qpn, wr.arm.qkey
             )
-        sent.append(Sent(number, wr.wr_id, OPCODES[wr.opcode][1], wr.signaled))
+        sent.append(Sent(number, wr.wr_id, OPCODES[wr.opcode][1], wr.signaled, 0, sges))
         return request
 
     def _refuse(self, wrs: list[SendWr], status: int) -> None:
@@ -319,6 +334,7 @@ class IbvQp:
 
     def _stop(self) -> None:
         """Move to ERR by ourselves, as hardware does after a request that it cannot execute."""
+        self._flags.stopped = True
         try:
             with verb("ibv_modify_qp"):
                 self.qp.modify(QPAttr(qp_state=int(QpState.ERR)), _STATE)
@@ -400,6 +416,7 @@ class IbvQp:
             entry = self._sent.popleft()  # unsignalled, and done before this one
         status = int(wc.status)
         if status:
+            status = self._true_status(entry, status)
             self._noticed_error()
         if status or entry.signaled:
             opcode = entry.opcode
@@ -408,6 +425,16 @@ class IbvQp:
                 Completion(entry.wr_id, status, opcode, length, vendor_err=int(wc.vendor_err))
             )
         self._settle_sent()
+
+    def _true_status(self, entry: Sent, status: int) -> int:
+        """Soft-RoCE flushes even the request whose own elements made it stop; tell such a one by its elements."""
+        if status == _FLUSHED and not self._flags.stopped:
+            writes = entry.opcode in _LOCAL_WRITERS
+            if not self._around.registrar.covers(self.pd, entry.sges, writes=writes):
+                status = int(WcStatus.LOC_PROT_ERR)
+        if status != _FLUSHED:
+            self._flags.stopped = True
+        return status
 
     def _complete_recv(self, wc: Any, wr_id: int) -> None:
         status = int(wc.status)
