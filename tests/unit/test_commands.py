@@ -237,6 +237,7 @@ def test_the_request_that_the_refusals_change_is_good(user: UserProcess) -> None
         ({"flags": 4}, errno.EINVAL),
         ({"flags": 0xFFFF_FFFF}, errno.EINVAL),
         ({"flags": MrFlags.DMA}, errno.EPERM),
+        ({"flags": MrFlags.DMA, "access_flags": 1}, errno.EPERM),
         ({"flags": MrFlags.FRMR, "nchunks": 1}, errno.EPERM),
     ],
     ids=str,
