@@ -81,9 +81,8 @@ class HandleTable(Generic[T]):
         """Take the object out and free its handle. Raises BadHandle as `get_untrusted`."""
         item = self.get_untrusted(handle)
         del self._items[handle]
-        if (
-            handle < self._next
-        ):  # else it was claimed, not reserved: a list of those would grow for ever
+        # Otherwise it was claimed, not reserved, and a list of those would grow for ever.
+        if handle < self._next:
             self._free.append(handle)
         return item
 
