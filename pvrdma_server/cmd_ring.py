@@ -270,7 +270,7 @@ def _create_srq(adapter: Adapter, req: api.CmdCreateSrq) -> api.CmdCreateSrqResp
             queue_pages(adapter, req.pdir_dma, pages), RX_STATE_OFFSET, 1, entry_size, max_wr
         )
         receiver = Receiver(ring, max_sge, adapter.hooks, f"srq {handle}")
-        srq = Srq(handle, pd, receiver, adapter.hooks, max_wr, max_sge, req.attrs.srq_limit)
+        srq = Srq(handle, pd, receiver, adapter.hooks, max_wr, max_sge)
         srq.start(adapter.backend.create_srq(pd.backend, srq, max_wr=max_wr, max_sge=max_sge))
         adapter.resources.srqs.put(handle, srq)
     return api.CmdCreateSrqResp(handle)

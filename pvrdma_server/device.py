@@ -9,47 +9,30 @@ Source: drivers/infiniband/hw/vmw_pvrdma/pvrdma_main.c (pvrdma_pci_probe, pvrdma
 """
 
 import errno
-from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, NamedTuple, Protocol
-
-import structlog
+from typing import Final, NamedTuple
 
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi import vmw_pvrdma_abi as abi
-from pvrdma_server.abi.pvrdma_dev_api import DeviceCtl, IntrCause, IntrVector, Reg
+from pvrdma_server.abi.pvrdma_dev_api import DeviceCtl, Reg
 from pvrdma_server.backend import RdmaBackend
 from pvrdma_server.caps import DeviceConfig, make_caps
 from pvrdma_server.cmd_base import Adapter
 from pvrdma_server.cmd_ring import execute_untrusted
 from pvrdma_server.errors import BadGuestAddress, BadHandle, CommandError, GuestError
 from pvrdma_server.guest_memory import PAGE_SIZE, GuestMemory, GuestPages, walk_pdir_untrusted
+from pvrdma_server.journal import Journal
 from pvrdma_server.objects import Armed, Cq, UserContext
+from pvrdma_server.reports import InterruptSink, Reports
 from pvrdma_server.resources import Resources, TableSizes
 from pvrdma_server.rings import RX_STATE_OFFSET, ConsumerRing, ProducerRing, entries_per
 from pvrdma_server.watches import Moderator, RingWatch, RingWatches
 
 # The driver makes rings of 4 pages. Stops a guest from having us walk and hold long directories for nothing.
 MAX_DEVICE_RING_PAGES: Final = 64
-# Events and notifications that wait for space in a ring that the guest does not drain.
-MAX_WAITING: Final = 4096
-# Different (object kind, error kind) pairs that may be logged in one server's life: a guest cannot flood the log.
-MAX_GUEST_WARNINGS: Final = 256
-# Steps of drivers' lives (activated, reset) that are logged one by one; later ones only at powers of two, so that a
-# driver that loads and unloads without end does not flood the log either.
-MAX_LIFE_LINES: Final = 200
 # What a doorbell copies before it is answered (bytes); the vCPU and QEMU's big lock wait that long.
 INLINE_BUDGET: Final = 64 * 1024
-IMR_NOTHING: Final = 0xFFFF_FFFF
-
-
-class InterruptSink(Protocol):
-    """Where interrupts go."""
-
-    def trigger(self, vector: int) -> bool:
-        """Raise an MSI-X vector (`IntrVector`); false when the guest has not enabled it."""
 
 
 class State(Enum):
@@ -65,23 +48,7 @@ class _Shared(NamedTuple):
 
     request: GuestPages
     response: GuestPages
-    async_ring: ProducerRing
-    cq_ring: ProducerRing
     adapter: Adapter
-
-
-@dataclass(slots=True)
-class DeviceCounters:
-    """Counts since the server started, for status and for leak checks."""
-
-    commands: Counter[str] = field(default_factory=Counter)
-    guest_errors: Counter[str] = field(default_factory=Counter)
-    doorbells: int = 0
-    polls: int = 0
-    interrupts: int = 0
-    async_events: int = 0
-    events_dropped: int = 0
-    resets: int = 0
 
 
 class PvrdmaDevice:
@@ -98,32 +65,24 @@ class PvrdmaDevice:
         config: DeviceConfig,
         watch: RingWatch | None = None,
     ) -> None:
+        self._journal = Journal()
+        self._reports = Reports(interrupts, self._journal)
+        self.counters = self._journal.counters
         self.memory = GuestMemory()
         self.backend = backend
         self.config = config
         self.caps = make_caps(backend, config)
-        self.counters = DeviceCounters()
         self.state = State.RESET
         self.driver_version = 0
         self.more_work = False
         self.resources = self._new_resources()
-        self._interrupts = interrupts
-        self._log: Any = structlog.get_logger(component="device")
         self._shared: _Shared | None = None
         self._dsr_low = 0
         self._dsr_high = 0
         self._err = 0
-        self._icr = 0
-        self._imr = 0
         self._mac = [0, 0]
-        self._pending_vectors: set[int] = set()
         self._failed_cqs: list[Cq] = []
-        self._waiting_events: deque[bytes] = deque()
-        # Each CQ once: a guest that arms without draining its ring must not fill our memory.
-        self._waiting_cqs: dict[int, None] = {}
         self._work_missed = False
-        self._warned: set[tuple[str, str]] = set()
-        self._life_steps = 0
         self._watches = RingWatches(watch) if watch is not None else None
         self._moderator = Moderator(self.cq_notify)
         backend.attach(self.memory)
@@ -151,10 +110,9 @@ class PvrdmaDevice:
             case Reg.ERR:
                 return self._err
             case Reg.ICR:
-                value, self._icr = self._icr, 0
-                return value
+                return self._reports.take_icr()
             case Reg.IMR:
-                return self._imr
+                return self._reports.imr
             case Reg.MACL | Reg.MACH:
                 return self._mac[offset == Reg.MACH]
         return 0
@@ -183,7 +141,7 @@ class PvrdmaDevice:
             case Reg.REQUEST:
                 self._execute(value)
             case Reg.IMR:
-                self._imr = value
+                self._reports.imr = value
             case Reg.MACL | Reg.MACH:
                 self._mac[offset == Reg.MACH] = value
             case _:
@@ -195,7 +153,7 @@ class PvrdmaDevice:
         elif value == DeviceCtl.ACTIVATE and self.state is not State.RESET:
             self.state = State.ACTIVE
             self._err = 0
-            self._log_life("device_active", driver_version=self.driver_version)
+            self._journal.life("device_active", driver_version=self.driver_version)
         elif value == DeviceCtl.UNQUIESCE and self.state is State.ACTIVE:
             # The driver raises PORT_ACTIVE by itself once ERR reads 0, whatever the last command left there.
             self._err = 0
@@ -216,11 +174,16 @@ class PvrdmaDevice:
             )  # fmt: skip
         version = min(api.PVRDMA_VERSION, dsr.driver_version)
         uar_pfn = dsr.uar_pfn64 if version >= api.PPN64_VERSION else dsr.uar_pfn64 & 0xFFFF_FFFF
+        rings = [
+            self._device_ring(info, size)
+            for info, size in (
+                (dsr.async_ring_pages, api.EQE.size),
+                (dsr.cq_ring_pages, api.CQNE.size),
+            )
+        ]
         self._shared = _Shared(
             request=GuestPages(self.memory, [dsr.cmd_slot_dma], writable=True),
             response=GuestPages(self.memory, [dsr.resp_slot_dma], writable=True),
-            async_ring=self._device_ring(dsr.async_ring_pages, api.EQE.size),
-            cq_ring=self._device_ring(dsr.cq_ring_pages, api.CQNE.size),
             adapter=Adapter(
                 resources=self.resources,
                 memory=self.memory,
@@ -233,6 +196,7 @@ class PvrdmaDevice:
                 moderated=self._watches is not None,
             ),
         )
+        self._reports.start(*rings)
         # The driver reads the capabilities from memory right after this register write, with no read in between.
         caps_at = offset + api.DEVICE_SHARED_REGION64.fields["caps"].offset
         page[caps_at : caps_at + api.DEVICE_CAPS.size] = api.DEVICE_CAPS.pack(self.caps)
@@ -262,7 +226,7 @@ class PvrdmaDevice:
         response[: len(outcome.response)] = outcome.response
         self._err = 0
         if outcome.wait:
-            self._raise(IntrVector.RESPONSE)
+            self._reports.response()
 
     # --- doorbells -------------------------------------------------------------------------------------------------
 
@@ -370,31 +334,29 @@ class PvrdmaDevice:
     @property
     def waits_for_guest(self) -> bool:
         """Whether events or notifications wait for ring space, which the guest frees without a doorbell."""
-        return bool(self._waiting_events or self._waiting_cqs)
+        return self._reports.waiting
 
     def reset(self, why: str) -> None:
         """Forget the driver: every object, ring and pending interrupt. The memory map stays."""
         if self.state is not State.RESET or self._shared is not None:
-            self._log_life("device_reset", why=why, **self.resources.counts())
+            self._journal.life("device_reset", why=why, **self.resources.counts())
         self.resources.clear()
         self.backend.reset()
         self.counters.resets += 1
         self.resources = self._new_resources()
         self._shared = None
         self.state = State.RESET
-        self._err = self._icr = self._imr = 0
-        self._pending_vectors.clear()
+        self._err = 0
+        self._reports.reset()
         self._failed_cqs.clear()
         self._moderator.forget()
-        self._waiting_events.clear()
-        self._waiting_cqs.clear()
         self._work_missed = False
 
     # --- objects.DeviceHooks -------------------------------------------------------------------------------------
 
     def cq_notify(self, cq: Cq) -> None:
         """See `objects.DeviceHooks`."""
-        self._waiting_cqs[cq.handle] = None
+        self._reports.notify(cq)
 
     def cq_failed(self, cq: Cq) -> None:
         """See `objects.DeviceHooks`."""
@@ -402,27 +364,11 @@ class PvrdmaDevice:
 
     def async_event(self, event: int, info: int) -> None:
         """See `objects.DeviceHooks`."""
-        self.counters.async_events += 1
-        if len(self._waiting_events) >= MAX_WAITING:
-            self.counters.events_dropped += 1
-        else:
-            self._waiting_events.append(api.EQE.pack(api.Eqe(int(event), info)))
+        self._reports.event(event, info)
 
     def guest_error(self, what: str, error: GuestError) -> None:
         """See `objects.DeviceHooks`."""
-        self.counters.guest_errors[error.kind] += 1
-        key = (what, error.kind)
-        if key not in self._warned and len(self._warned) < MAX_GUEST_WARNINGS:
-            self._warned.add(key)
-            self._log.warning(
-                "guest_error", what=what, kind=error.kind, error=str(error), once=True
-            )
-
-    def _log_life(self, event: str, **values: object) -> None:
-        self._life_steps += 1
-        steps = self._life_steps
-        if steps <= MAX_LIFE_LINES or steps & (steps - 1) == 0:
-            self._log.info(event, step=steps, **values)
+        self._journal.guest_error(what, error)
 
     def watch(self, ring: ConsumerRing, bell: Callable[[], None]) -> None:
         """See `objects.DeviceHooks`."""
@@ -446,26 +392,18 @@ class PvrdmaDevice:
     def cq_gone(self, cq: Cq) -> None:
         """See `objects.DeviceHooks`."""
         self._moderator.forget(cq)
-        self._waiting_cqs.pop(cq.handle, None)
+        self._reports.forget(cq)
 
     def work_missed(self) -> None:
         """See `objects.DeviceHooks`."""
         self._work_missed = True
 
-    # --- interrupts ------------------------------------------------------------------------------------------------
+    # --- settling ------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         if self._failed_cqs:
             self._stop_failed_cqs()
-        if self._waiting_events and self._drain(self._waiting_events, "async_ring"):
-            self._raise(IntrVector.ASYNC)
-        if self._waiting_cqs and self._notify_cqs():
-            self._raise(IntrVector.CQ)
-        if self._pending_vectors and self._imr != IMR_NOTHING:
-            for vector in sorted(self._pending_vectors):
-                self.counters.interrupts += 1
-                self._interrupts.trigger(vector)
-            self._pending_vectors.clear()
+        self._reports.flush()
 
     def _stop_failed_cqs(self) -> None:
         # Each queue pair that is stopped flushes, and may overflow another CQ.
@@ -474,37 +412,6 @@ class PvrdmaDevice:
             for qp in self.resources.qps:
                 if cq in (qp.send_cq, qp.recv_cq):
                     qp.to_error()
-
-    def _notify_cqs(self) -> bool:
-        waiting = deque(api.CQNE.pack(api.Cqne(handle)) for handle in self._waiting_cqs)
-        published = self._drain(waiting, "cq_ring")
-        for handle in list(self._waiting_cqs)[: len(self._waiting_cqs) - len(waiting)]:
-            del self._waiting_cqs[handle]
-        return published
-
-    def _drain(self, waiting: deque[bytes], ring_name: str) -> bool:
-        """Publish from the left what the device ring takes; true when something was published."""
-        if self._shared is None:
-            waiting.clear()
-            return False
-        ring: ProducerRing = getattr(self._shared, ring_name)
-        published = False
-        try:
-            while waiting and ring.push_untrusted(waiting[0]):
-                waiting.popleft()
-                published = True
-        except BadGuestAddress:
-            pass  # unmapped at the moment: it waits
-        except GuestError as e:
-            self.guest_error(ring_name, e)
-            waiting.clear()
-        return published
-
-    def _raise(self, vector: IntrVector) -> None:
-        # Without MSI-X the driver reads ICR and takes nothing but exactly RESPONSE for a command's answer.
-        if vector == IntrVector.RESPONSE:
-            self._icr = IntrCause.RESPONSE
-        self._pending_vectors.add(vector)
 
 
 def _command_name(number: int) -> str:

@@ -20,10 +20,11 @@ from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.backend import HostBackend
 from pvrdma_server.backend_soft import SoftBackend, SoftConfig
 from pvrdma_server.caps import DeviceConfig
-from pvrdma_server.device import DeviceCounters, PvrdmaDevice
+from pvrdma_server.device import PvrdmaDevice
 from pvrdma_server.errors import ConfigError
 from pvrdma_server.gid_sync import GidSync, Policy, Pyroute2Netlink
 from pvrdma_server.guest_memory import PAGE_SIZE
+from pvrdma_server.journal import DeviceCounters
 from pvrdma_server.regions import REGISTERS_SIZE, Regions, uar_bar_size
 from pvrdma_server.status import process_facts, serve_status
 from pvrdma_server.vfio_user import (

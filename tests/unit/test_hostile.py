@@ -29,7 +29,7 @@ from unit.bed import GID, Bed
 from unit.fake_backend import FakeBackend
 
 from pvrdma_server.abi.pvrdma_dev_api import DeviceCtl, Reg
-from pvrdma_server.device import MAX_GUEST_WARNINGS
+from pvrdma_server.journal import MAX_GUEST_WARNINGS
 
 # --- the log -------------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ from pvrdma_server.abi.pvrdma_verbs import SrqAttr
 from pvrdma_server.backend import RdmaBackend
 from pvrdma_server.backend_soft import SoftBackend, SoftConfig
 from pvrdma_server.caps import DeviceConfig
-from pvrdma_server.device import MAX_GUEST_WARNINGS, State
+from pvrdma_server.device import State
+from pvrdma_server.journal import MAX_GUEST_WARNINGS
 
 INTERESTING = [0, 1, 2, 3, 4, 7, 15, 16, 17, 64, 255, 256, PAGE, 0xFFFF, 0x8000_0000, 0xFFFF_FFFF]
 words = st.sampled_from(INTERESTING) | st.integers(0, 0xFFFF_FFFF)
@@ -302,8 +303,8 @@ class HostileGuest(RuleBasedStateMachine):
         assert counts["cqs"] <= caps.max_cq
         assert counts["mrs"] <= caps.max_mr
         assert counts["contexts"] < MAX_UAR
-        assert len(device._waiting_cqs) <= caps.max_cq
-        assert len(device._warned) <= MAX_GUEST_WARNINGS
+        assert len(device._reports._cqs) <= caps.max_cq
+        assert len(device._journal._warned) <= MAX_GUEST_WARNINGS
         for qp in device.resources.qps:
             assert 0 < qp.handle < caps.max_qp
 

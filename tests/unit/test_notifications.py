@@ -13,7 +13,7 @@ from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi.pvrdma_dev_api import EqeType
 from pvrdma_server.abi.pvrdma_verbs import QpState
 from pvrdma_server.abi.vmw_pvrdma_abi import WcFlags, WcStatus
-from pvrdma_server.device import MAX_WAITING
+from pvrdma_server.reports import MAX_WAITING
 
 NOTIFICATION_CAPACITY = 1024
 EVENT_CAPACITY = 512
@@ -93,7 +93,7 @@ def test_a_notification_ring_that_nobody_drains(bed: Bed, qp: Qp) -> None:
     used = (bed.driver.cqn_ring.prod_tail - bed.driver.cqn_ring.cons_head) % 2048
     assert used == NOTIFICATION_CAPACITY
     assert bed.machine.device.waits_for_guest
-    assert len(bed.machine.device._waiting_cqs) == 1
+    assert len(bed.machine.device._reports._cqs) == 1
     assert len(bed.driver.drain_notifications()) == NOTIFICATION_CAPACITY
     bed.machine.device.progress(1)
     assert bed.driver.drain_notifications() == [cq.handle]
