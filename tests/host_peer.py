@@ -18,6 +18,8 @@ PEER_DEVICE = "rxe1"
 PEER_ADDRESS = "10.9.0.2"
 PEER_GID_INDEX = "1"
 _CONNECT_S = 30.0
+# The greeting and its terminating zero.
+DESTINATION_BYTES = 52
 
 
 def v4_gid(address: str) -> bytes:
@@ -32,6 +34,17 @@ def in_peer(argv: list[str], **more: Any) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """A program that does not outlive the block."""
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            process.communicate()
+
+
 class Destination(NamedTuple):
     """What the two ends of ibv_rc_pingpong tell each other."""
 
@@ -40,7 +53,9 @@ class Destination(NamedTuple):
     gid: bytes
 
     def pack(self) -> bytes:
-        return f"0000:{self.qpn:06x}:{self.psn:06x}:{self.gid.hex()}".encode().ljust(53, b"\0")
+        return f"0000:{self.qpn:06x}:{self.psn:06x}:{self.gid.hex()}".encode().ljust(
+            DESTINATION_BYTES, b"\0"
+        )
 
     @classmethod
     def unpack(cls, text: bytes) -> "Destination":
@@ -95,12 +110,8 @@ class Peer:
 @contextmanager
 def run_peer() -> Iterator[Peer]:
     """A peer with 64 KiB of memory and one RC queue pair."""
-    process = in_peer([sys.executable, os.path.abspath(__file__)])
-    try:
+    with ended(in_peer([sys.executable, os.path.abspath(__file__)])) as process:
         yield Peer(process)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def peer_program() -> None:

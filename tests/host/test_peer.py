@@ -4,17 +4,20 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from guest import CommandFailed, Kernel, Qp, Remote, UserProcess, connect
 from host_peer import (
+    DESTINATION_BYTES,
     PEER_ADDRESS,
     PEER_DEVICE,
     PEER_GID_INDEX,
     Destination,
     connect_tcp,
+    ended,
     in_peer,
     receive_exactly,
     run_peer,
@@ -123,25 +126,24 @@ def test_ibv_rc_pingpong(guest: Booted, role: str) -> None:
     me = Destination(qp.qpn, PSN, guest.gid)
     for number in range(32):
         qp.post_recv(buffer.sge(), wr_id=number)
-    if role == "client":
-        program = in_peer(words)
-        sock = connect_tcp(18515)
-        sock.sendall(me.pack())
-        peer = Destination.unpack(receive_exactly(sock, 53))
-        to_peer(qp, peer.qpn, psn=peer.psn)
-        sock.sendall(b"done\0")
-    else:
-        listener = socket.create_server(("10.9.0.1", 18516))
-        program = in_peer([*words, "-p", "18516", "10.9.0.1"])
-        sock, _ = listener.accept()
-        peer = Destination.unpack(receive_exactly(sock, 53))
-        to_peer(qp, peer.qpn, psn=peer.psn)
-        sock.sendall(me.pack())
-        receive_exactly(sock, 5)
-        listener.close()
-    play(qp, buffer, rounds, serve=role == "client")
-    output, _ = program.communicate(timeout=60)
-    sock.close()
+    with ExitStack() as stack:
+        if role == "client":
+            program = stack.enter_context(ended(in_peer(words)))
+            sock = stack.enter_context(connect_tcp(18515))
+            sock.sendall(me.pack())
+            peer = Destination.unpack(receive_exactly(sock, DESTINATION_BYTES))
+            to_peer(qp, peer.qpn, psn=peer.psn)
+            sock.sendall(b"done\0")
+        else:
+            listener = stack.enter_context(socket.create_server(("10.9.0.1", 18516)))
+            program = stack.enter_context(ended(in_peer([*words, "-p", "18516", "10.9.0.1"])))
+            sock = stack.enter_context(listener.accept()[0])
+            peer = Destination.unpack(receive_exactly(sock, DESTINATION_BYTES))
+            to_peer(qp, peer.qpn, psn=peer.psn)
+            sock.sendall(me.pack())
+            receive_exactly(sock, 5)
+        play(qp, buffer, rounds, serve=role == "client")
+        output, _ = program.communicate(timeout=60)
     assert program.returncode == 0, output
     assert f"{rounds} iters in" in output, output
 
@@ -195,15 +197,17 @@ def addresses(netdev: str = "d0") -> str:
 def test_crash_leaves_an_address_that_the_next_start_takes_away(tmp_path: Path) -> None:
     server = HostServer(tmp_path, "rxe0", "10.9.0.150")
     server.start()
-    Booted(server)
+    guest = Booted(server)
     assert "10.9.0.150" in addresses()
     server.end(kill=True)
+    guest.bus.close()
     assert "10.9.0.150" in addresses()
     server.start()
     assert "10.9.0.150" not in addresses()
-    Booted(server)
+    guest = Booted(server)
     assert "10.9.0.150" in addresses()
     assert server.end() == 0
+    guest.bus.close()
     assert "10.9.0.150" not in addresses()
     assert not list(tmp_path.glob("gids-*"))
 
@@ -219,6 +223,7 @@ def test_without_permission_one_line_says_what_is_missing(tmp_path: Path) -> Non
         qp.to_rtr(dest_qpn=1, dgid=PEER_GID)
     assert time.monotonic() - started < 5
     assert server.end() == 0
+    guest.bus.close()
     (line,) = server.events("gid_address_missing")
     assert line["address"] == "10.9.0.160/32 on d0"
     assert "10.9.0.160" not in addresses()
