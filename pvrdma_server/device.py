@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi import vmw_pvrdma_abi as abi
-from pvrdma_server.abi.pvrdma_dev_api import DeviceCtl, Reg
+from pvrdma_server.abi.pvrdma_dev_api import DeviceCtl, EqeType, Reg
+from pvrdma_server.abi.pvrdma_verbs import QpState
 from pvrdma_server.backend import RdmaBackend
 from pvrdma_server.caps import DeviceConfig, make_caps
 from pvrdma_server.cmd_base import Adapter
@@ -23,7 +24,7 @@ from pvrdma_server.cmd_ring import execute_untrusted
 from pvrdma_server.errors import BadGuestAddress, BadHandle, CommandError, GuestError
 from pvrdma_server.guest_memory import PAGE_SIZE, GuestMemory, GuestPages, walk_pdir_untrusted
 from pvrdma_server.journal import Journal
-from pvrdma_server.objects import Armed, Cq, UserContext
+from pvrdma_server.objects import Armed, Cq, Qp, UserContext
 from pvrdma_server.reports import InterruptSink, Reports
 from pvrdma_server.resources import Resources, TableSizes
 from pvrdma_server.rings import RX_STATE_OFFSET, ConsumerRing, ProducerRing, entries_per
@@ -82,6 +83,7 @@ class PvrdmaDevice:
         self._err = 0
         self._mac = [0, 0]
         self._failed_cqs: list[Cq] = []
+        self._failed_qps: list[Qp] = []
         self._work_missed = False
         self._watches = RingWatches(watch) if watch is not None else None
         self._moderator = Moderator(self.cq_notify)
@@ -349,6 +351,7 @@ class PvrdmaDevice:
         self._err = 0
         self._reports.reset()
         self._failed_cqs.clear()
+        self._failed_qps.clear()
         self._moderator.forget()
         self._work_missed = False
 
@@ -361,6 +364,10 @@ class PvrdmaDevice:
     def cq_failed(self, cq: Cq) -> None:
         """See `objects.DeviceHooks`."""
         self._failed_cqs.append(cq)
+
+    def qp_failed(self, qp: Qp) -> None:
+        """See `objects.DeviceHooks`."""
+        self._failed_qps.append(qp)
 
     def async_event(self, event: int, info: int) -> None:
         """See `objects.DeviceHooks`."""
@@ -401,12 +408,17 @@ class PvrdmaDevice:
     # --- settling ------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        if self._failed_cqs:
-            self._stop_failed_cqs()
+        # Each queue pair that is stopped flushes, and may overflow a CQ or find its other queue corrupt.
+        while self._failed_cqs or self._failed_qps:
+            self._stop_failed()
         self._reports.flush()
 
-    def _stop_failed_cqs(self) -> None:
-        # Each queue pair that is stopped flushes, and may overflow another CQ.
+    def _stop_failed(self) -> None:
+        while self._failed_qps:
+            qp = self._failed_qps.pop()
+            if qp.state != QpState.ERR:
+                qp.raise_event(EqeType.QP_FATAL)
+                qp.to_error()
         while self._failed_cqs:
             cq = self._failed_cqs.pop()
             for qp in self.resources.qps:

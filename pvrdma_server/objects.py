@@ -63,6 +63,9 @@ class DeviceHooks(Protocol):
     def cq_published(self, cq: "Cq") -> None:
         """A moderated CQ has a new completion."""
 
+    def qp_failed(self, qp: "Qp") -> None:
+        """A queue of the queue pair is corrupt: it must stop."""
+
     def cq_gone(self, cq: "Cq") -> None:
         """A CQ was destroyed: its memory is the guest's again, its handle soon somebody else's."""
 
@@ -171,8 +174,13 @@ class Cq:
         self.hooks.cq_failed(self)
 
 
-def pop_or_report(ring: ConsumerRing, hooks: DeviceHooks, what: str) -> bytes | None:
-    """The next entry of a ring; None when there is none, or none to be had, which is then reported."""
+def pop_or_report(
+    ring: ConsumerRing, hooks: DeviceHooks, what: str, corrupt: Callable[[], None]
+) -> bytes | None:
+    """The next entry of a ring; None when there is none, or none to be had, which is then reported.
+
+    `corrupt` is called when the ring's indices cannot be any, so that nothing will ever come from it again.
+    """
     try:
         entry = ring.pop_untrusted()
     except BadGuestAddress:
@@ -180,6 +188,7 @@ def pop_or_report(ring: ConsumerRing, hooks: DeviceHooks, what: str) -> bytes | 
         return None
     except BadRingIndex as e:
         hooks.guest_error(what, e)
+        corrupt()
         return None
     if entry is None and ring.watch_token is not None:
         hooks.ring_drained(ring.watch_token)
@@ -189,7 +198,9 @@ def pop_or_report(ring: ConsumerRing, hooks: DeviceHooks, what: str) -> bytes | 
 class Receiver:
     """Takes receive work requests out of a ring; shared by queue pairs and shared receive queues."""
 
-    __slots__ = ("hooks", "max_sge", "ring", "what")
+    __slots__ = ("corrupt", "hooks", "max_sge", "ring", "what")
+
+    corrupt: Callable[[], None]
 
     def __init__(self, ring: ConsumerRing, max_sge: int, hooks: DeviceHooks, what: str) -> None:
         self.ring = ring
@@ -199,7 +210,7 @@ class Receiver:
 
     def pop(self) -> RecvWr | None:
         """The next receive; one that cannot be decoded comes with the status it must complete with."""
-        wqe = pop_or_report(self.ring, self.hooks, self.what)
+        wqe = pop_or_report(self.ring, self.hooks, self.what, self.corrupt)
         if wqe is None:
             return None
         try:
@@ -227,7 +238,16 @@ class Srq:
     max_wr: int
     max_sge: int
     limit: int = 0
+    failed: bool = False
     backend: BackendSrq = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.receiver.corrupt = self._corrupt
+
+    def _corrupt(self) -> None:
+        if not self.failed:
+            self.failed = True
+            self.hooks.async_event(EqeType.SRQ_ERR, self.handle)
 
     def start(self, backend: BackendSrq) -> None:
         """Take the backend's half; receives are taken from now on."""
@@ -315,6 +335,8 @@ class Qp:
         self._receiver = (
             Receiver(queues.rq, queues.max_recv_sge, hooks, "rq") if queues.rq else None
         )
+        if self._receiver is not None:
+            self._receiver.corrupt = self._corrupt
 
     @property
     def state(self) -> int:
@@ -323,7 +345,7 @@ class Qp:
 
     def pop_send(self) -> SendWr | None:
         """See `backend.QpOwner`."""
-        wqe = pop_or_report(self.sq, self._hooks, "sq")
+        wqe = pop_or_report(self.sq, self._hooks, "sq", self._corrupt)
         if wqe is None:
             return None
         try:
@@ -374,6 +396,9 @@ class Qp:
 
     def _rings(self) -> list[ConsumerRing]:
         return [self.sq, self._receiver.ring] if self._receiver else [self.sq]
+
+    def _corrupt(self) -> None:
+        self._hooks.qp_failed(self)
 
     def to_error(self) -> None:
         """Move to ERR on the device's own account and flush."""

@@ -16,7 +16,7 @@ from guest import (
     Srq,
     UserProcess,
 )
-from unit.bed import Bed, backend_of, ready, shared_cq
+from unit.bed import GID, Bed, backend_of, ready, shared_cq
 from unit.fake_backend import FakeBackend
 
 from pvrdma_server.abi import pvrdma_dev_api as api
@@ -107,19 +107,46 @@ def test_cve_2018_20124_a_bad_receive_comes_with_its_status(
         assert (wr.wr_id, wr.refused, wr.sges) == (wr_id, WcStatus.LOC_QP_OP_ERR, ())
 
 
-def test_indices_that_lie_are_counted_and_do_nothing(bed: Bed, qp: Qp) -> None:
+@pytest.mark.parametrize("indices", [(0xFFFF_FFFF, 0), (0, 0xFFFF_FFFF), (32, 0), (17, 0), (5, 6)])
+def test_indices_that_lie_stop_their_queue_pair_only(
+    bed: Bed, qp: Qp, user: UserProcess, indices: tuple[int, int]
+) -> None:
     """CVE-2018-20216 through a queue pair."""
-    for tail, head in ((0xFFFF_FFFF, 0), (0, 0xFFFF_FFFF), (32, 0), (17, 0), (5, 6)):
-        qp.sq.prod_tail, qp.sq.cons_head = tail, head
-        qp.rq.ring.prod_tail, qp.rq.ring.cons_head = tail, head
-        before = bed.machine.errors()
-        qp.ring_send()
+    other = ready(Qp(user))
+    qp.sq.prod_tail, qp.sq.cons_head = indices
+    before = bed.machine.errors()
+    qp.ring_send()
+    assert bed.machine.errors() > before
+    assert (qp.sq.prod_tail, qp.sq.cons_head) == indices
+    assert qp.query().qp_state == QpState.ERR
+    assert bed.driver.take_events() == [api.Eqe(EqeType.QP_FATAL, qp.handle)]
+    qp.ring_send()
+    assert bed.driver.take_events() == []
+    other.send(wr_id=1)
+    assert other.send_cq.wait_one().wr_id == 1
+    qp.to_reset()
+    ready(qp)
+    qp.send(wr_id=2)
+    assert qp.send_cq.wait_one().wr_id == 2
+
+
+def test_a_receive_queue_whose_indices_lie_stops_its_queue_pair(bed: Bed, qp: Qp) -> None:
+    qp.rq.ring.prod_tail = 0xFFFF_FFFF
+    assert backend_of(bed, qp).arrive() is None
+    bed.machine.device.progress(1)
+    assert qp.query().qp_state == QpState.ERR
+    assert bed.driver.take_events() == [api.Eqe(EqeType.QP_FATAL, qp.handle)]
+
+
+def test_a_shared_receive_queue_whose_indices_lie_says_so_once(bed: Bed, user: UserProcess) -> None:
+    bed.kernel.add_gid(GID)
+    srq = Srq(user)
+    qp = ready(Qp(user, srq=srq))
+    srq.queue.ring.prod_tail = 0xFFFF_FFFF
+    for _ in range(2):
         assert backend_of(bed, qp).arrive() is None
-        assert bed.machine.errors() == before + 2
-        assert (qp.sq.prod_tail, qp.sq.cons_head) == (tail, head)
-    qp.sq.zero()
-    qp.send(wr_id=1)
-    assert qp.send_cq.wait_one().wr_id == 1
+        bed.machine.device.progress(1)
+    assert bed.driver.take_events() == [api.Eqe(EqeType.SRQ_ERR, srq.handle)]
 
 
 # --- destroyed and reset -------------------------------------------------------------------------------------------
