@@ -26,8 +26,11 @@ from pvrdma_server.errors import BackendError, CommandError, TableFullError
 from pvrdma_server.objects import Pd, Qp, QpQueues
 from pvrdma_server.qp_ops import rq_entry_size, send_rules, sq_entry_size
 from pvrdma_server.qp_state import refusal
+from pvrdma_server.resources import Resources
 from pvrdma_server.rings import RX_STATE_OFFSET, TX_STATE_OFFSET, ConsumerRing
 
+# The one handle that a process's queue pair cannot have: rdma-core takes it for "use the QPN".
+GSI_HANDLE: Final = 0
 _NO_ATTR: Final[QpAttr] = QP_ATTR.unpack_from(bytes(QP_ATTR.size))
 
 
@@ -48,15 +51,19 @@ def create_qp(
         raise CommandError(errno.EPERM, "QP1 is the kernel's")
     queues, init = _qp_queues(adapter, req, pd)
     cap = QpCap(init.max_send_wr, init.max_recv_wr, init.max_send_sge, init.max_recv_sge, 0)
-    qp = Qp(
-        qp_type=req.qp_type, pd=pd, send_cq=send_cq, recv_cq=recv_cq, srq=srq,
-        queues=queues, attr=_NO_ATTR._replace(cap=cap), memory=adapter.memory, hooks=adapter.hooks,
-    )  # fmt: skip
-    qp.start(adapter.backend.create_qp(pd.backend, qp, init, srq.backend if srq else None))
+
+    def start() -> Qp:
+        qp = Qp(
+            qp_type=req.qp_type, pd=pd, send_cq=send_cq, recv_cq=recv_cq, srq=srq, queues=queues,
+            attr=_NO_ATTR._replace(cap=cap), memory=adapter.memory, hooks=adapter.hooks,
+        )  # fmt: skip
+        qp.start(adapter.backend.create_qp(pd.backend, qp, init, srq.backend if srq else None))
+        return qp
+
+    separate = adapter.version >= api.QPHANDLE_VERSION
+    qp = start() if separate else _start_with_small_qpn(start, tables.qps.limit)
     try:
-        # Before version 20 the guest knows one number only: its handle must be the QPN.
-        separate = adapter.version >= api.QPHANDLE_VERSION
-        qp.handle = tables.qps.reserve() if separate else tables.qps.claim(qp.backend.qpn)
+        qp.handle = _handle(tables, req.qp_type, None if separate else qp.backend.qpn)
     except TableFullError:
         qp.destroy()
         raise
@@ -64,6 +71,23 @@ def create_qp(
     if separate:
         return api.CmdCreateQpRespV2(qp.backend.qpn, qp.handle, *cap)
     return api.CmdCreateQpResp(qp.backend.qpn, *cap)
+
+
+def _start_with_small_qpn(start: Callable[[], Qp], limit: int) -> Qp:
+    """Before version 20 the QPN is the handle; one that is too large is held while another is drawn."""
+    qp = start()
+    if qp.backend.qpn < limit:
+        return qp
+    try:
+        return start()
+    finally:
+        qp.destroy()
+
+
+def _handle(tables: Resources, qp_type: int, qpn: int | None) -> int:
+    if qpn is not None:
+        return tables.qps.claim(qpn)
+    return tables.qps.claim(GSI_HANDLE) if qp_type == QpType.GSI else tables.qps.reserve()
 
 
 def _qp_queues(adapter: Adapter, req: api.CmdCreateQp, pd: Pd) -> tuple[QpQueues, b.QpInit]:

@@ -22,12 +22,12 @@ T = TypeVar("T")
 class HandleTable(Generic[T]):
     """Objects by handle, first <= handle < limit."""
 
-    __slots__ = ("_free", "_items", "_next", "kind", "limit")
+    __slots__ = ("_first", "_free", "_items", "_next", "kind", "limit")
 
     def __init__(self, kind: str, first: int, limit: int) -> None:
         self.kind = kind
         self.limit = limit
-        self._next = first
+        self._first = self._next = first
         self._free: deque[int] = deque()
         self._items: dict[int, T] = {}
 
@@ -45,7 +45,7 @@ class HandleTable(Generic[T]):
         return self._free.popleft()
 
     def claim(self, handle: int) -> int:
-        """Reserve just that handle, in a table from which nobody calls `reserve`.
+        """Reserve just that handle: one below the first, or in a table from which nobody calls `reserve`.
 
         Raises:
             TableFullError: it is in use or beyond the limit.
@@ -82,7 +82,7 @@ class HandleTable(Generic[T]):
         item = self.get_untrusted(handle)
         del self._items[handle]
         # Otherwise it was claimed, not reserved, and a list of those would grow for ever.
-        if handle < self._next:
+        if self._first <= handle < self._next:
             self._free.append(handle)
         return item
 
@@ -110,9 +110,10 @@ class Resources:
     __slots__ = ("contexts", "cqs", "gids", "mrs", "pds", "qps", "srqs")
 
     def __init__(self, sizes: TableSizes) -> None:
-        # Context 0 means "the kernel" in CREATE_PD and CREATE_CQ; QP handle 0 means "use the QPN" to rdma-core.
+        # Context 0 means "the kernel" in CREATE_PD and CREATE_CQ; QP handle 0 means "use the QPN" to rdma-core, so it is
+        # the kernel's QP1: handles must be below max_qp, and so many queue pairs there can be.
         self.contexts: HandleTable[UserContext] = HandleTable("user context", 1, sizes.contexts)
-        self.pds: HandleTable[Pd] = HandleTable("PD", 1, sizes.pds)
+        self.pds: HandleTable[Pd] = HandleTable("PD", 1, sizes.pds + 1)
         self.mrs: HandleTable[Mr] = HandleTable("MR", 1, sizes.mrs + 1)
         self.cqs: HandleTable[Cq] = HandleTable("CQ", 0, sizes.cqs)
         self.srqs: HandleTable[Srq] = HandleTable("SRQ", 0, sizes.srqs)

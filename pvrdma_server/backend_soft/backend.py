@@ -86,7 +86,8 @@ class SoftBackend:
         self._srqs: set[SoftSrq] = set()
         # First in, first out: a QPN is used again as late as possible, so that what is still
         # under way for a QP that is gone does not meet another.
-        self._free_qpns = deque(range(FIRST_QPN, config.max_qp))
+        # QP1 is one of the max_qp.
+        self._free_qpns = deque(range(FIRST_QPN, config.max_qp + 1))
 
     @property
     def counters(self) -> Counters:

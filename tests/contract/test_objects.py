@@ -211,13 +211,14 @@ def test_gid_table(bench: Bench) -> None:
 def test_qpns_are_small_and_recycled_late(bench: Bench) -> None:
     backend = bench.a.backend
     first = bench.a.qp()
-    assert 2 <= first.qp.qpn < backend.limits.max_qp
+    assert 2 <= first.qp.qpn <= backend.limits.max_qp
     first.destroy()
     assert bench.a.qp().qp.qpn != first.qp.qpn
 
 
 def test_queue_pairs_run_out(bench: Bench) -> None:
-    made = [bench.a.qp() for _ in range(bench.a.backend.limits.max_qp - 2)]
+    """QP1 is one of the max_qp."""
+    made = [bench.a.qp() for _ in range(bench.a.backend.limits.max_qp - 1)]
     with pytest.raises(BackendError) as caught:
         bench.a.qp()
     assert caught.value.errno == errno.ENOMEM

@@ -205,7 +205,7 @@ class FakeBackend:
         self.fail_next: dict[str, int] = {}
         self.progress_calls = 0
         self.resets = 0
-        self._free_qpns = deque(range(2, limits.max_qp))
+        self._free_qpns = deque(range(2, limits.max_qp + 1))
         self._next_key = 0x100
 
     def maybe_fail(self, verb: str) -> None:
@@ -289,7 +289,7 @@ class FakeBackend:
 
     def add_qpns(self, count: int) -> None:
         """Have QPNs beyond the device's limit, as a host's HCA has."""
-        self._free_qpns.extend(range(self.limits.max_qp, self.limits.max_qp + count))
+        self._free_qpns.extend(range(self.limits.max_qp + 1, self.limits.max_qp + 1 + count))
 
     def free_qpn(self, qpn: int) -> None:
         """Forget a QP; its number is used again as late as possible."""

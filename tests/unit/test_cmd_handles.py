@@ -55,7 +55,7 @@ def test_handles_are_dense_bounded_and_reused_late(bed: Bed, user: UserProcess, 
     made = list(fill(make, user))
     handles = [thing.handle for thing in made]
     assert handles == list(range(handles[0], handles[0] + len(handles)))
-    assert handles[-1] == limit - 1
+    assert handles[-1] == limit - 1 + (kind == "pds")
     assert max(handles) <= 0xFFFF
     if kind == "qps":
         assert 0 not in handles
@@ -63,6 +63,18 @@ def test_handles_are_dense_bounded_and_reused_late(bed: Bed, user: UserProcess, 
     for thing in (made[5], made[2]):
         thing.destroy()
     assert [make(user).handle for _ in range(2)] == [made[5].handle, made[2].handle]
+
+
+def test_as_many_as_advertised(bed: Bed) -> None:
+    """Queue pairs with the kernel's QP1 among them; protection domains with the kernel's own."""
+    Qp(bed.kernel, QpType.GSI)
+    user = UserProcess(bed.driver)
+    shared_cq(user)
+    for make, _ in MAKERS.values():
+        list(fill(make, user))
+    counts, caps = bed.machine.counts(), bed.driver.caps
+    assert (counts["qps"], counts["pds"]) == (caps.max_qp, caps.max_pd)
+    assert (counts["cqs"], counts["srqs"]) == (caps.max_cq, caps.max_srq)
 
 
 def test_a_freed_handle_rests_while_there_are_others(user: UserProcess) -> None:

@@ -170,9 +170,11 @@ def test_a_backend_without_room(bed: Bed, base: Qp) -> None:
 
 def test_there_is_one_qp1(bed: Bed) -> None:
     gsi = Qp(bed.kernel, QpType.GSI)
-    assert gsi.qpn == 1
-    assert gsi.handle != 0
+    assert (gsi.qpn, gsi.handle) == (1, 0)
     bed.refused(errno.EBUSY, lambda: create_qp(bed.kernel, gsi.request))
+    gsi.destroy()
+    assert Qp(UserProcess(bed.driver)).handle == 1
+    assert Qp(bed.kernel, QpType.GSI).handle == 0
 
 
 def test_query_answers_what_was_set(bed: Bed) -> None:

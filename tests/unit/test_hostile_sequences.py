@@ -299,14 +299,14 @@ class HostileGuest(RuleBasedStateMachine):
             return
         device, caps = self.machine.device, self.machine.device.caps
         counts = self.machine.counts()
-        assert counts["qps"] < caps.max_qp
+        assert counts["qps"] <= caps.max_qp
         assert counts["cqs"] <= caps.max_cq
         assert counts["mrs"] <= caps.max_mr
         assert counts["contexts"] < MAX_UAR
         assert len(device._reports._cqs) <= caps.max_cq
         assert len(device._journal._warned) <= MAX_GUEST_WARNINGS
         for qp in device.resources.qps:
-            assert 0 < qp.handle < caps.max_qp
+            assert 0 <= qp.handle < caps.max_qp
 
 
 class HostileGuestOnSoft(HostileGuest):
