@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import trio
 
 from pvrdma_server import __version__
 from pvrdma_server.backend_soft import SoftConfig
-from pvrdma_server.caps import DeviceConfig
-from pvrdma_server.errors import PvrdmaError
+from pvrdma_server.caps import LIMIT_NAMES, DeviceConfig, survivable
+from pvrdma_server.errors import ConfigError, PvrdmaError
 from pvrdma_server.gid_sync import Policy
 from pvrdma_server.server import HostConfig, ServerConfig, serve
 from pvrdma_server.status import read_status
@@ -45,6 +46,18 @@ def configure_logging(level: str) -> None:
 def node_guid_of(name: str) -> bytes:
     """A node GUID (8 bytes, wire order) that is the same whenever the VM of this name starts."""
     return _GUID_PREFIX + hashlib.sha256(name.encode()).digest()[:6]
+
+
+def _parse_limits(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+    limits = {}
+    for text in values:
+        name, _sign, value = text.partition("=")
+        if name not in LIMIT_NAMES or not value.isdecimal() or not 0 < int(value) < 1 << 32:
+            raise click.BadParameter(
+                f"{text}: NAME=VALUE, with a positive number and one of {', '.join(LIMIT_NAMES)}"
+            )
+        limits[name] = int(value)
+    return limits
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -95,6 +108,14 @@ def node_guid_of(name: str) -> bytes:
     help="Folder for what must survive a crash: the addresses that --gid-policy add has added.",
 )
 @click.option(
+    "--limit",
+    "limits",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=_parse_limits,
+    help=f"A limit of the device, clamped to what guests survive: {', '.join(LIMIT_NAMES)}.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(list(_LEVELS)),
     default="info",
@@ -115,6 +136,7 @@ def main(
     ibport: int,
     gid_policy: str,
     state_dir: Path | None,
+    limits: dict[str, int],
     log_level: str,
 ) -> None:
     """Serve a PVRDMA device to one virtual machine over vfio-user.
@@ -135,12 +157,13 @@ def main(
         raise click.UsageError("--backend ibv and --ibdev go together")
     configure_logging(log_level)
     identity = name or socket_path or f"fd {listen_fd}"
+    device = survivable(DeviceConfig(int(roce_version), doorbells == "mapped", **limits))
     config = ServerConfig(
         socket_path=socket_path,
         listen_fd=listen_fd,
         status_path=status_socket,
-        device=DeviceConfig(roce_version=int(roce_version), mapped_doorbells=doorbells == "mapped"),
-        soft=SoftConfig(name=identity, node_guid=node_guid_of(identity)),
+        device=device,
+        soft=_soft_config(identity, {name: getattr(device, name) for name in limits}),
         host=_host_config(ibdev, ibport, gid_policy, state_dir, identity),
     )
     failures: list[str] = []
@@ -150,6 +173,17 @@ def main(
         failures = [str(e) for e in _leaves(group)]
     if failures:
         raise click.ClickException("; ".join(failures))
+
+
+def _soft_config(identity: str, limits: dict[str, int]) -> SoftConfig:
+    """The embedded backend follows the device's limits where it has some of its own."""
+    own = {field.name for field in fields(SoftConfig)} & limits.keys()
+    try:
+        return SoftConfig(
+            name=identity, node_guid=node_guid_of(identity), **{name: limits[name] for name in own}
+        )
+    except ConfigError as e:
+        raise click.ClickException(str(e)) from e
 
 
 def _host_config(

@@ -110,8 +110,8 @@ class Resources:
     __slots__ = ("contexts", "cqs", "gids", "mrs", "pds", "qps", "srqs")
 
     def __init__(self, sizes: TableSizes) -> None:
-        # Context 0 means "the kernel" in CREATE_PD and CREATE_CQ; QP handle 0 means "use the QPN" to rdma-core, so it is
-        # the kernel's QP1: handles must be below max_qp, and so many queue pairs there can be.
+        # Context 0 means "the kernel" in CREATE_PD and CREATE_CQ; QP handle 0 means "use the QPN" to rdma-core, and is
+        # QP1's: handles must be below max_qp, and so many queue pairs there can be.
         self.contexts: HandleTable[UserContext] = HandleTable("user context", 1, sizes.contexts)
         self.pds: HandleTable[Pd] = HandleTable("PD", 1, sizes.pds + 1)
         self.mrs: HandleTable[Mr] = HandleTable("MR", 1, sizes.mrs + 1)
