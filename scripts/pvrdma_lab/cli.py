@@ -54,17 +54,21 @@ def main() -> None:
 @click.option(
     "--qemu-args", default="", help="More arguments for each QEMU, as a shell would split them."
 )
+@click.option(
+    "--kernel-args", default="", help="More arguments for each guest's kernel, such as pci=nomsi."
+)
 @click.option("--no-server", is_flag=True, help="No pvrdma-server and no RDMA device.")
 @click.option("--replace", is_flag=True, help="End a lab of this name that is up.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds for the boot.")
 def up(
-    name: str, guests: int, memory: int, smp: int, server_args: str, qemu_args: str, no_server: bool, replace: bool,
-    timeout: float,
+    name: str, guests: int, memory: int, smp: int, server_args: str, qemu_args: str, kernel_args: str, no_server: bool,
+    replace: bool, timeout: float,
 ) -> None:  # fmt: skip
     """Start servers and guests, and wait until the guests answer."""
     lab = Lab(
         name, guests=guests, memory_mib=memory, smp=smp, server=not no_server,
         server_args=shlex.split(server_args), qemu_args=shlex.split(qemu_args),
+        kernel_args=shlex.split(kernel_args),
     )  # fmt: skip
     started = time.monotonic()
     click.echo(f"lab {name}: starting {guests} guests ...", err=True)

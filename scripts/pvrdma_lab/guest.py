@@ -327,6 +327,7 @@ class Guest:
             network=network(lab.folder, names, self.name, lab.group_port),
             vfio_socket=self._socket if lab.options.server else None,
             folder=self.folder, accel=lab.accel, extra=lab.options.qemu_args,
+            kernel_args=lab.options.kernel_args,
         )  # fmt: skip
 
 

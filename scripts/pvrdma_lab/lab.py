@@ -35,6 +35,7 @@ class Lab:
         server_args: Sequence[str] = (),
         qemu_args: Sequence[str] = (),
         server_command: Sequence[str] = (),
+        kernel_args: Sequence[str] = (),
     ) -> None:
         """Describes a lab; up() makes it. The arguments are state.Options' attributes."""
         options = Options(
@@ -45,6 +46,7 @@ class Lab:
             tuple(server_args),
             tuple(qemu_args),
             tuple(server_command),
+            tuple(kernel_args),
         )
         self._adopt(LabState.fresh(name, options))
 

@@ -31,6 +31,7 @@ class Machine:
         folder: the guest's run folder.
         accel: value of -accel.
         extra: more words for QEMU.
+        kernel_args: more words for the guest's kernel.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Machine:
     folder: Path
     accel: str
     extra: tuple[str, ...] = ()
+    kernel_args: tuple[str, ...] = ()
 
 
 def mac_address(index: int) -> str:
@@ -56,7 +58,7 @@ def _append(machine: Machine) -> str:
     # Quiet until our init turns kernel messages on: a serial console is slow under TCG.
     words = ["console=ttyS0", "quiet", "panic=0", "mitigations=off", "random.trust_cpu=on"]
     words += [f"lab.name={machine.name}", f"lab.ip={machine.address}", f"lab.hosts={hosts}"]
-    return " ".join(words)
+    return " ".join([*words, *machine.kernel_args])
 
 
 def _base(qemu: Qemu, files: GuestFiles, accel: str, memory_mib: int) -> list[str]:

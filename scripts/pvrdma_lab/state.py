@@ -32,6 +32,7 @@ class Options:
         server: whether each guest has a pvrdma-server and its device.
         server_args: more words for the server; {name}, {index}, {ip}, {mac}, {folder} and {lab} are filled in.
         qemu_args: more words for QEMU.
+        kernel_args: more words for the guests' kernels.
         server_command: the words that start a server, before --socket-path; empty for this clone's own.
     """
 
@@ -42,6 +43,7 @@ class Options:
     server_args: tuple[str, ...] = ()
     qemu_args: tuple[str, ...] = ()
     server_command: tuple[str, ...] = ()
+    kernel_args: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
