@@ -28,12 +28,20 @@ class NestedGuest:
     def __init__(self, folder: Path, vfio_socket: str) -> None:
         self.folder = folder
         self._agent = folder / "agent.sock"
-        self._process = subprocess.Popen(
-            self._command(vfio_socket), stdin=subprocess.DEVNULL, stdout=(folder / "qemu.log").open("wb"),
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        self._socket = self._connect()
-        self._wait_for("@@ready", BOOT_S)
+        with (folder / "qemu.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command(vfio_socket), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        try:
+            self._socket = self._connect()
+        except BaseException:
+            self._end()
+            raise
+        try:
+            self._wait_for("@@ready", BOOT_S)
+        except BaseException:
+            self.close()
+            raise
 
     def _command(self, vfio_socket: str) -> list[str]:
         words = f"console=ttyS0 quiet panic=-1 lab.ip={RDMA_ADDRESS}/24 lab.peer=10.9.0.2"
@@ -110,5 +118,8 @@ class NestedGuest:
     def close(self) -> None:
         """End QEMU."""
         self._socket.close()
+        self._end()
+
+    def _end(self) -> None:
         self._process.terminate()
         self._process.wait(30)
