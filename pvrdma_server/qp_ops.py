@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from pvrdma_server.abi import vmw_pvrdma_abi as abi
 from pvrdma_server.abi.pvrdma_verbs import QpType, SendFlags
-from pvrdma_server.abi.vmw_pvrdma_abi import Sge, WcFlags, WcStatus, WrOpcode
+from pvrdma_server.abi.vmw_pvrdma_abi import NetworkHdrType, Sge, WcFlags, WcStatus, WrOpcode
 from pvrdma_server.backend import (
     AddressVector,
     Atomic,
@@ -199,6 +199,9 @@ _ARMS: Final = {
 # and numbers them differently (4 is IP_CSUM_OK, 8 WITH_INV there), so a user's CQ gets only the two both agree on.
 _KERNEL_FLAGS: Final = int(WcFlags.GRH | WcFlags.WITH_IMM | WcFlags.WITH_INVALIDATE)
 _USER_FLAGS: Final = int(WcFlags.GRH | WcFlags.WITH_IMM)
+# RoCE has no service level. UCX reads a datagram's network header in its place, as mlx5 numbers it (2 IPv4, 1 IPv6),
+# and drops the datagram when it looks for the wrong address.
+_SL_OF_NETWORK: Final = {int(NetworkHdrType.IPV4): 2, int(NetworkHdrType.IPV6): 1}
 
 
 def encode_cqe(wc: Completion, qp_handle: int, *, kernel: bool) -> bytes:
@@ -209,6 +212,9 @@ def encode_cqe(wc: Completion, qp_handle: int, *, kernel: bool) -> bytes:
     flags = wc.wc_flags & (_KERNEL_FLAGS if kernel else _USER_FLAGS)
     if kernel and flags & WcFlags.GRH:
         flags |= WcFlags.WITH_NETWORK_HDR_TYPE
+    sl = wc.sl
+    if not kernel and flags & WcFlags.GRH:
+        sl = _SL_OF_NETWORK.get(wc.network_hdr_type, sl)
     return abi.CQE.pack(
         abi.Cqe(
             wr_id=wc.wr_id,
@@ -222,7 +228,7 @@ def encode_cqe(wc: Completion, qp_handle: int, *, kernel: bool) -> bytes:
             vendor_err=wc.vendor_err,
             pkey_index=wc.pkey_index,
             slid=0,
-            sl=wc.sl,
+            sl=sl,
             dlid_path_bits=0,
             port_num=1,
             smac=bytes(6),

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvrdma_server.abi.pvrdma_verbs import QpType, SendFlags
-from pvrdma_server.abi.vmw_pvrdma_abi import Sge, WcFlags, WcOpcode, WcStatus, WrOpcode
+from pvrdma_server.abi.vmw_pvrdma_abi import (
+    NetworkHdrType,
+    Sge,
+    WcFlags,
+    WcOpcode,
+    WcStatus,
+    WrOpcode,
+)
 from pvrdma_server.backend import (
     AddressVector,
     Arm,
@@ -327,6 +334,20 @@ def test_completion_to_bytes() -> None:
         "8877665544332211 4200000000000000 80000000 00000000 34120000 a1b2c3d4 efcdab00 43000000"
         "55000000 0000 0000 03 00 01 000000000000 02 000000000000"
     ).hex(" ", 4)
+
+
+@pytest.mark.parametrize(
+    ("network", "sl"),
+    [(NetworkHdrType.IPV4, 2), (NetworkHdrType.IPV6, 1), (NetworkHdrType.ROCE_V1, 0)],
+)
+def test_a_process_reads_the_network_header_as_service_level(
+    network: NetworkHdrType, sl: int
+) -> None:
+    """As mlx5's L3 header type: UCX chooses the address it compares by it. The kernel has a field of its own."""
+    wc = Completion(0, 0, WcOpcode.RECV, wc_flags=WcFlags.GRH, network_hdr_type=network)
+    assert encode_cqe(wc, 1, kernel=False)[48] == sl
+    assert encode_cqe(wc, 1, kernel=True)[48] == 0
+    assert encode_cqe(wc._replace(wc_flags=0), 1, kernel=False)[48] == 0
 
 
 ALL_FLAGS = 0xFF
