@@ -19,6 +19,7 @@ import trio
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.backend import HostBackend
 from pvrdma_server.backend_soft import SoftBackend, SoftConfig
+from pvrdma_server.backend_soft.counters import Counters as SoftCounters
 from pvrdma_server.caps import DeviceConfig
 from pvrdma_server.device import PvrdmaDevice
 from pvrdma_server.errors import ConfigError
@@ -300,12 +301,15 @@ class Server:
                 for index, gid in sorted(device.resources.gids.items())
             },
             "device": _plain(device.counters),
+            "backend": _plain(self.backend.counters)
+            if isinstance(self.backend, SoftBackend)
+            else {},
             "vfio_user": _plain(self._vfio.counters),
             "process": process_facts(),
         }
 
 
-def _plain(counters: DeviceCounters | VfioCounters) -> dict[str, Any]:
+def _plain(counters: SoftCounters | DeviceCounters | VfioCounters) -> dict[str, Any]:
     """Counters as JSON values. Not `asdict`: before Python 3.12 it makes a Counter of a Counter's items."""
     values = {record.name: getattr(counters, record.name) for record in fields(counters)}
     return {
