@@ -1,0 +1,186 @@
+"""The carrier to another server: a ring each way, and a socket that is bell and sign of life.
+
+Contract: as `Carrier`. A link outlives nothing: it is made connecting, comes up once, and ends; a peer
+that comes back gets another. Before it is up, or while the ring is full, `send` says no; once
+`dropping` is set (its port does, when nothing has moved for a while) it takes and loses what does not
+fit, as a cable that was pulled, so that queue pairs run into their own timeouts.
+"""
+
+import contextlib
+import mmap
+import socket
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pvrdma_server.backend_soft.shm_ring import RingFault, RingReader, RingWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pvrdma_server.backend_soft.shm_port import ShmPort
+
+# Bells heard per look: stops a peer that rings without end from keeping us at its socket.
+_MAX_BELLS: Final = 64
+_BELL: Final = b"\x01"
+
+
+class Rings(NamedTuple):
+    """Both mappings of a link."""
+
+    out: mmap.mmap
+    into: mmap.mmap
+
+
+class ShmLink:
+    """One peer.
+
+    Attributes:
+        peer_id, name, uid: who it is; the uid is the kernel's word.
+        refused: somebody waits for room.
+        dropping: what has no room is lost.
+        broken: why the peer must go; nothing of it is looked at any more.
+        ending: the peer has hung up; what it sent before is still delivered.
+        busy: in the port's list of links to look at; otherwise the peer rings.
+        lost: messages taken and lost.
+        seen_tail, since_ns: how far it was, and when that was looked at, while refusing.
+    """
+
+    __slots__ = (
+        "_port", "_rings", "_sock", "broken", "busy", "dropping", "ending", "lost", "name",
+        "peer_id", "reader", "refused", "rung", "seen_tail", "since_ns", "uid", "writer",
+    )  # fmt: skip
+
+    def __init__(self, port: "ShmPort", peer_id: str, uid: int) -> None:
+        self._port = port
+        self._sock: socket.socket | None = None
+        self._rings: Rings | None = None
+        self.peer_id, self.uid, self.name = peer_id, uid, ""
+        self.writer: RingWriter | None = None
+        self.reader: RingReader | None = None
+        self.broken: str | None = None
+        self.refused = self.dropping = self.busy = self.ending = False
+        self.lost = self.rung = self.seen_tail = self.since_ns = 0
+
+    def come_up(self, sock: socket.socket, rings: Rings, name: str) -> None:
+        """Greetings were exchanged; the link takes the socket and the mappings over."""
+        self._sock, self._rings, self.name = sock, rings, name
+        with memoryview(rings.out) as view:
+            self.writer = RingWriter(view)
+        with memoryview(rings.into) as view:
+            self.reader = RingReader(view)
+
+    def close(self) -> None:
+        """Let everything go; from now on `send` takes and loses. The port forgets us elsewhere."""
+        self.dropping = True
+        writer, reader = self.writer, self.reader
+        self.writer = self.reader = None
+        if writer is not None and reader is not None:
+            writer.release()
+            reader.release()
+        for mapping in self._rings or ():
+            # A view that somebody still looks at keeps it alive until it goes.
+            with contextlib.suppress(BufferError):
+                mapping.close()
+        self._rings = None
+        if self._sock is not None:
+            self._sock.close()
+
+    @property
+    def state(self) -> str:
+        """For status."""
+        if self.writer is None:
+            return "connecting"
+        return "stalled" if self.dropping else "up"
+
+    # -- out --------------------------------------------------------------------------------
+
+    def send(self, header: bytes, payload: "Sequence[memoryview]") -> bool:
+        """Copy a message into the ring; False when there is no room now."""
+        writer = self.writer
+        if writer is None or self.broken is not None:
+            return self._no_room()
+        try:
+            if not writer.put(header, payload):
+                return self._no_room()
+        except RingFault as fault:
+            self._port.fault(self, str(fault))
+            return True
+        if writer.reader_sleeps():
+            self.ring_bell()
+        return True
+
+    def _no_room(self) -> bool:
+        if self.dropping or self.broken is not None:
+            self.lost += 1
+            return True
+        if not self.refused:
+            self._port.refuses(self)
+        return False
+
+    def ring_bell(self) -> None:
+        """Have the peer look at both rings. Never waits: a full socket holds a bell already.
+
+        A socket and not an eventfd: whoever shares an eventfd can make it blocking, and full, for all.
+        """
+        self.rung += 1
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.send(_BELL, socket.MSG_DONTWAIT)
+
+    def tell_gids_changed(self) -> None:
+        """We own other GIDs than before."""
+        if self.writer is not None:
+            self.writer.gids_changed()
+            self.ring_bell()
+
+    # -- in ---------------------------------------------------------------------------------
+
+    def hear_bells(self) -> bool:
+        """Take the bells that rang; False when the peer has hung up."""
+        sock = self._sock
+        assert sock is not None
+        try:
+            for _ in range(_MAX_BELLS):
+                if not sock.recv(16, socket.MSG_DONTWAIT):
+                    return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def deliver(self, messages: int) -> int:
+        """Hand up to `messages` to the endpoint; how many it were."""
+        reader, endpoint = self.reader, self._port.endpoint
+        if reader is None or self.broken is not None:
+            return 0
+        try:
+            return reader.take_untrusted(
+                messages,
+                lambda header, payload: endpoint.receive(self, header, payload),
+                self.ring_bell,
+            )
+        except RingFault as fault:
+            self._port.fault(self, str(fault))
+            return 0
+
+    def sleeps(self) -> bool:
+        """Have the peer ring when something comes; False when something is there."""
+        if self.reader is None or self.broken is not None:
+            return True
+        try:
+            return self.reader.sleep_untrusted()
+        except RingFault as fault:
+            self._port.fault(self, str(fault))
+            return True
+
+    def moved(self) -> bool:
+        """Whether the peer has consumed anything since this was asked last."""
+        if self.writer is None:
+            return False
+        try:
+            tail = self.writer.look_untrusted()
+        except RingFault as fault:
+            self._port.fault(self, str(fault))
+            return False
+        moved, self.seen_tail = tail != self.seen_tail, tail
+        return moved
