@@ -18,7 +18,7 @@ from pvrdma_server.backend_soft import SoftConfig
 from pvrdma_server.caps import LIMIT_NAMES, DeviceConfig, survivable
 from pvrdma_server.errors import ConfigError, PvrdmaError
 from pvrdma_server.gid_sync import Policy
-from pvrdma_server.server import HostConfig, ServerConfig, serve
+from pvrdma_server.server import FabricConfig, HostConfig, ServerConfig, serve
 from pvrdma_server.status import read_status
 
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
@@ -93,6 +93,18 @@ def _parse_limits(_: click.Context, __: click.Parameter, values: tuple[str, ...]
     show_default=True,
     help="Embedded, without RDMA on the host, or a host RDMA device through verbs.",
 )
+@click.option(
+    "--fabric",
+    type=click.Path(file_okay=False),
+    help="Folder where the embedded backends of this host meet; their guests reach each other.",
+)
+@click.option(
+    "--fabric-uid",
+    "fabric_uids",
+    type=int,
+    multiple=True,
+    help="Another user whose servers may take part in the fabric; ours and root's always may.",
+)
 @click.option("--ibdev", help="Host RDMA device of --backend ibv, as ibv_devices lists it.")
 @click.option("--ibport", type=int, default=1, show_default=True, help="Its port.")
 @click.option(
@@ -132,6 +144,8 @@ def main(
     roce_version: str,
     doorbells: str,
     backend: str,
+    fabric: str | None,
+    fabric_uids: tuple[int, ...],
     ibdev: str | None,
     ibport: int,
     gid_policy: str,
@@ -155,6 +169,8 @@ def main(
         raise click.UsageError("give --socket-path or --fd, and not both")
     if (backend == "ibv") != (ibdev is not None):
         raise click.UsageError("--backend ibv and --ibdev go together")
+    if fabric is not None and backend != "soft":
+        raise click.UsageError("--fabric is the embedded backend's; leave --backend ibv away")
     configure_logging(log_level)
     identity = name or socket_path or f"fd {listen_fd}"
     device = survivable(DeviceConfig(int(roce_version), doorbells == "mapped", **limits))
@@ -165,6 +181,7 @@ def main(
         device=device,
         soft=_soft_config(identity, {name: getattr(device, name) for name in limits}),
         host=_host_config(ibdev, ibport, gid_policy, state_dir, identity),
+        fabric=FabricConfig(fabric, fabric_uids) if fabric is not None else None,
     )
     failures: list[str] = []
     try:

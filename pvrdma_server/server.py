@@ -5,6 +5,7 @@ Contract: `run` returns when it was asked to stop (SIGTERM, SIGINT) and raises w
 *status*. Doorbells are answered by the vfio-user task; what they started is finished by the work task.
 """
 
+import math
 import os
 import signal
 import time
@@ -18,7 +19,7 @@ import trio
 
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.backend import HostBackend
-from pvrdma_server.backend_soft import SoftBackend, SoftConfig
+from pvrdma_server.backend_soft import ShmFabric, SoftBackend, SoftConfig
 from pvrdma_server.backend_soft.counters import Counters as SoftCounters
 from pvrdma_server.caps import DeviceConfig
 from pvrdma_server.device import PvrdmaDevice
@@ -67,10 +68,18 @@ class HostConfig(NamedTuple):
     gid_marker: Path | None
 
 
+class FabricConfig(NamedTuple):
+    """Where the embedded backends of one host meet: a folder, and users besides ours whose servers may."""
+
+    folder: str
+    uids: tuple[int, ...] = ()
+
+
 class ServerConfig(NamedTuple):
     """One server. `listen_fd` is a listening socket to use instead of `socket_path` (socket activation).
 
-    `host` chooses the backend over host verbs; None is the embedded one.
+    `host` chooses the backend over host verbs; None is the embedded one, which reaches the guests of other servers
+    over `fabric`.
     """
 
     socket_path: str | None
@@ -79,6 +88,7 @@ class ServerConfig(NamedTuple):
     device: DeviceConfig
     soft: SoftConfig
     host: HostConfig | None = None
+    fabric: FabricConfig | None = None
 
 
 def open_host(config: HostConfig) -> HostBackend:
@@ -96,6 +106,17 @@ def open_host(config: HostConfig) -> HostBackend:
     netlink = Pyroute2Netlink() if config.gid_policy is Policy.ADD else None
     keeper = GidSync(config.gid_policy, config.gid_marker, netlink)
     return IbvBackend(IbvConfig(config.device, config.port, config.node_guid), keeper)
+
+
+def open_fabric(config: ServerConfig) -> ShmFabric | None:
+    """Our place in the fabric, if there is one.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    if config.fabric is None:
+        return None
+    return ShmFabric(config.fabric.folder, config.soft.name, uids=config.fabric.uids)
 
 
 def mmap_area(config: DeviceConfig) -> MmapArea:
@@ -133,8 +154,12 @@ class Server:
         self._deadline_ns: int | None = None
         self._log: Any = structlog.get_logger(component="server")
         self._host = open_host(config.host) if config.host is not None else None
+        self._fabric = open_fabric(config)
         self.backend = self._host or SoftBackend(
-            clock_ns=time.monotonic_ns, on_work=self._work.wake, config=config.soft
+            clock_ns=time.monotonic_ns,
+            fabric=self._fabric,
+            on_work=self._work.wake,
+            config=config.soft,
         )
         # With trapped doorbells the watcher watches nothing and is a clock with microseconds, which epoll lacks.
         self._watcher = make_watcher()
@@ -179,6 +204,8 @@ class Server:
         self._vfio.close()
         self.device.reset("server stops")
         self.backend.close()
+        if self._fabric is not None:
+            self._fabric.close()
         self._watcher.close()
         os.close(self._mmap_fd)
 
@@ -229,6 +256,8 @@ class Server:
             nursery.start_soon(self._watch_task)
             if self._host is not None:
                 nursery.start_soon(self._host_task, self._host)
+            if self._fabric is not None:
+                nursery.start_soon(self._fabric_task, self._fabric)
             if status_path is not None:
                 nursery.start_soon(serve_status, status_path, self.snapshot)
             await nursery.start(self._vfio.serve)
@@ -273,6 +302,17 @@ class Server:
             else:
                 self._set_deadline()
 
+    async def _fabric_task(self, fabric: ShmFabric) -> None:
+        """Wakes for what other servers sent, and for servers that come and go."""
+        while True:
+            with trio.move_on_after(fabric.timeout_s or math.inf):
+                await trio.lowlevel.wait_readable(fabric.fd)
+            fabric.ready()
+            if self.device.progress(WORK_BUDGET):
+                self._work.wake()
+            else:
+                self._set_deadline()
+
     def _set_deadline(self) -> None:
         now_ns = time.monotonic_ns()
         if self._moderate_ns is None and self.device.wants_moderation:
@@ -304,6 +344,7 @@ class Server:
             "backend": _plain(self.backend.counters)
             if isinstance(self.backend, SoftBackend)
             else {},
+            "fabric": self._fabric.facts() if self._fabric is not None else None,
             "vfio_user": _plain(self._vfio.counters),
             "process": process_facts(),
         }

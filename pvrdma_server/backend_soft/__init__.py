@@ -7,5 +7,6 @@ Read `backend` first (what the core holds), then `wire` (the messages), `qp`, `r
 from pvrdma_server.backend_soft.backend import SoftBackend
 from pvrdma_server.backend_soft.config import SoftConfig
 from pvrdma_server.backend_soft.local_fabric import LocalFabric
+from pvrdma_server.backend_soft.shm_fabric import ShmFabric
 
-__all__ = ["LocalFabric", "SoftBackend", "SoftConfig"]
+__all__ = ["LocalFabric", "ShmFabric", "SoftBackend", "SoftConfig"]

@@ -310,6 +310,8 @@ class Guest:
                 "--status-socket",
                 str(self.status_socket),
             ]
+            if "ibv" not in options.server_args:
+                own += ["--fabric", str(self._lab.folder / "fabric")]
         values = {
             "name": self.name, "index": self._state.index, "ip": self.ip, "mac": self.mac,
             "folder": self.folder, "lab": self._lab.folder,
