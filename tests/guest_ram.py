@@ -1,4 +1,4 @@
-"""Guest RAM: a memfd at a bus address, its page allocator, two-level page directories, the driver's ring arithmetic.
+"""Guest RAM: memory at a bus address, its page allocator, two-level page directories, the driver's ring arithmetic.
 
 Everything a driver keeps in memory is made of these. Pages are handed out scattered on purpose: nothing in this ABI is
 contiguous by right, and a device that assumes otherwise must be found out.
@@ -17,21 +17,28 @@ _U32 = struct.Struct("<I")
 
 
 class GuestRam:
-    """`size` bytes of shared memory at bus address `iova`; page 0 of the bus is never handed out."""
+    """`size` bytes of memory at bus address `iova`; page 0 of the bus is never handed out.
 
-    def __init__(self, size: int = 16 << 20, iova: int = 1 << 20) -> None:
+    A `memfd` can be given to a server. Without, no descriptor is held: thousands of tests leave their RAM to the
+    garbage collector, and more than 1024 descriptors are too many.
+    """
+
+    def __init__(self, size: int = 16 << 20, iova: int = 1 << 20, *, memfd: bool = False) -> None:
         assert size % PAGE == 0 == iova % PAGE
         self.size = size
         self.iova = iova
-        self.fd = os.memfd_create("guest-ram")
-        os.ftruncate(self.fd, size)
+        self.fd = -1
+        if memfd:
+            self.fd = os.memfd_create("guest-ram")
+            os.ftruncate(self.fd, size)
         self._mmap = mmap.mmap(self.fd, size)
         self.view = memoryview(self._mmap)
         self._free = deque(range(iova or PAGE, iova + size, PAGE))
 
     def close(self) -> None:
-        """Close the descriptor; the mapping goes with the last view of it."""
-        os.close(self.fd)
+        """Close the descriptor, if any; the mapping goes with the last view of it."""
+        if self.fd >= 0:
+            os.close(self.fd)
 
     @property
     def free_page_count(self) -> int:

@@ -77,4 +77,4 @@ class HostServer:
         return [record for record in records if record.get("event") == name]
 
     def connect(self) -> VfuBus:
-        return VfuBus(self.socket, GuestRam(32 << 20))
+        return VfuBus(self.socket, GuestRam(32 << 20, memfd=True))

@@ -24,7 +24,7 @@ class VfuBus:
     """
 
     def __init__(self, path: str, ram: GuestRam | None = None, *, timeout_s: float = 30.0) -> None:
-        self.ram = ram or GuestRam()
+        self.ram = ram or GuestRam(memfd=True)
         self.client = VfuClient(path, timeout_s=timeout_s)
         self._eventfds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(VECTORS)]
         self._poll = select.poll()

@@ -349,5 +349,7 @@ def _sparse_areas(body: bytes, cap: int) -> tuple[tuple[int, int], ...]:
 
 def wait_event(eventfd: int, timeout_s: float = 5.0) -> int:
     """Take an eventfd's count; 0 when nothing comes within the time."""
-    readable, _, _ = select.select([eventfd], [], [], timeout_s)
-    return os.eventfd_read(eventfd) if readable else 0
+    # Not select(): it ends at descriptor 1024.
+    poll = select.poll()
+    poll.register(eventfd, select.POLLIN)
+    return os.eventfd_read(eventfd) if poll.poll(timeout_s * 1000) else 0
