@@ -27,6 +27,7 @@ from pvrdma_server.backend import (
 from pvrdma_server.backend_ibv.addresses import Addresses, AddressKeeper
 from pvrdma_server.backend_ibv.gsi import GsiQp
 from pvrdma_server.backend_ibv.host import EVENT, HostDevice, make_limits, make_port_attr, verb
+from pvrdma_server.backend_ibv.host_qp import HostQp
 from pvrdma_server.backend_ibv.memory import IbvMr, IbvPd, Registrar
 from pvrdma_server.backend_ibv.qp import IbvQp
 from pvrdma_server.backend_ibv.queues import CompletionQueues
@@ -81,6 +82,7 @@ class IbvBackend:
             self._watch(self._device.async_fd)
         self._numbers = itertools.count(1)
         self._qps: dict[int, IbvQp] = {}
+        self._srqs: set[IbvSrq] = set()
         self._gsi: GsiQp | None = None
         self._pds: list[IbvPd] = []
         self._log: Any = structlog.get_logger(component="backend_ibv", device=config.device)
@@ -147,9 +149,12 @@ class IbvBackend:
         self, pd: BackendPd, owner: SrqOwner, *, max_wr: int, max_sge: int
     ) -> BackendSrq:
         """See `backend.RdmaBackend`."""
-        return IbvSrq(
+        srq = IbvSrq(
             _host_pd(pd), owner, self.registrar, self.number, max_wr=max_wr, max_sge=max_sge
         )
+        srq.on_destroy = self._srqs.discard
+        self._srqs.add(srq)
+        return srq
 
     def create_qp(
         self, pd: BackendPd, owner: QpOwner, init: QpInit, srq: BackendSrq | None
@@ -188,6 +193,8 @@ class IbvBackend:
             if qp is not None:
                 qp.completed(wc)
                 touched[qp] = None
+            else:
+                self._give_back(int(wc.wr_id))
 
         more = self.cqs.drain(deliver, _BUDGET)
         srqs = {qp.srq for qp in touched if qp.srq is not None}
@@ -197,6 +204,12 @@ class IbvBackend:
             if self._qps.get(qp.qpn) is qp:
                 qp.refill()
         return more
+
+    def _give_back(self, number: int) -> None:
+        """A queue pair that is gone had taken a receive of an SRQ, which has room for another now."""
+        for srq in self._srqs:
+            if srq.take(number) is not None:
+                return
 
     def next_deadline_ns(self) -> int | None:
         """See `backend.RdmaBackend`. Nothing here has a clock."""
@@ -227,7 +240,7 @@ class IbvBackend:
         """See `qp.Surroundings`."""
         return self.addresses.handle(pd, ud)
 
-    def forget_qp(self, qp: IbvQp) -> None:
+    def forget_qp(self, qp: HostQp) -> None:
         """See `qp.Surroundings`."""
         self._qps.pop(qp.qpn, None)
 
@@ -254,6 +267,8 @@ class IbvBackend:
             for qp in qps:
                 qp.drained()
         elif kind in _QP_ERRORS:
+            # Requesters that the same error stopped have a completion that says so, and are not meant.
+            self._drain()
             for qp in qps:
                 qp.fatal(_QP_ERRORS[kind])
         elif kind in _PORT_EVENTS:

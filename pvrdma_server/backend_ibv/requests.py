@@ -30,6 +30,10 @@ OPCODES: Final[dict[int, tuple[int, int]]] = {
     int(WrOpcode.ATOMIC_FETCH_AND_ADD): (6, int(WcOpcode.FETCH_ADD)),
     int(WrOpcode.SEND_WITH_INV): (9, int(WcOpcode.SEND)),
 }
+ALL_OPCODES: Final = frozenset(OPCODES)
+NO_READS: Final = ALL_OPCODES - {
+    WrOpcode.RDMA_READ, WrOpcode.ATOMIC_CMP_AND_SWP, WrOpcode.ATOMIC_FETCH_AND_ADD
+}  # fmt: skip
 _NOTHING: Final = Sge(0, 0, 0)
 
 

@@ -30,6 +30,7 @@ class IbvSrq:
         self._registrar = registrar
         self._number = number
         self._posted: dict[int, int] = {}
+        self.on_destroy: Callable[[IbvSrq], None] | None = None
         with verb("ibv_create_srq"):
             self.srq: Any = SRQ(pd.pd, SrqInitAttr(SrqAttr(max_wr=max_wr, max_sge=max_sge)))
 
@@ -75,5 +76,7 @@ class IbvSrq:
 
     def destroy(self) -> None:
         """See `backend.BackendSrq`."""
+        if self.on_destroy is not None:
+            self.on_destroy(self)
         with verb("ibv_destroy_srq"):
             self.srq.close()

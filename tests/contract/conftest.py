@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from fake_owner import Bell, Bench, FakeClock, Station
+from shm_bench import shm_bench
 
 from pvrdma_server.backend_soft import LocalFabric, SoftBackend, SoftConfig
 
@@ -29,7 +30,12 @@ def soft_pair() -> Bench:
     return Bench(clock, Station(first, 1), Station(second, 2), bell, close)
 
 
-BENCHES: dict[str, Callable[[], Bench]] = {"loopback": soft_loopback, "pair": soft_pair}
+SOFT_BENCHES: dict[str, Callable[[], Bench]] = {
+    "loopback": soft_loopback,
+    "pair": soft_pair,
+    "shm": lambda: shm_bench(chunk_bytes=64 << 10),
+}
+BENCHES = SOFT_BENCHES
 if "PVRDMA_IBV_DEVICE" in os.environ:
     import ibv_bench
 
@@ -41,3 +47,9 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     made = BENCHES[request.param]()
     yield made
     made.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if BENCHES is not SOFT_BENCHES and (why := ibv_bench.difference(item.nodeid)):
+            item.add_marker(pytest.mark.skip(reason=why))

@@ -187,6 +187,7 @@ def test_srq_receive_in_use_is_flushed_before_last_wqe(bench: Bench) -> None:
     right.connect(left)
     source, target = bench.a.buffer(4 << 20, scattered=False), bench.b.buffer(64)
     owner.recvs.append(RecvWr(7, (target.sge()._replace(length=63),)))
+    srq.recv_doorbell()
     left.send(source.sge(0, 64))
     bench.settle()
     assert right.recv_statuses == [(7, S.LOC_LEN_ERR)]
