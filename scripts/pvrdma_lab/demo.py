@@ -93,7 +93,7 @@ def _pingpong(size_bytes: int, options: str, shows: str) -> DemoStep:
     def run(guest: Guest) -> Row:
         measured = pingpong(guest, guest, size_bytes, 50, options)
         return _row(
-            f"ibv_rc_pingpong -c {options}".rstrip(), shows, "every byte compared", measured
+            f"ibv_rc_pingpong -c {options}".rstrip(), shows, "one byte of every page", measured
         )
 
     return DemoStep(f"ibv_rc_pingpong -c {options} {size_text(size_bytes)}", run)
