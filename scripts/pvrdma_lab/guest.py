@@ -224,11 +224,16 @@ class Guest:
                 raise self.error("power off", f"QEMU still runs after {timeout_s:.0f} s")
             time.sleep(POLL_S)
 
-    def reboot(self, timeout_s: float = BOOT_TIMEOUT_S) -> None:
-        """Reboots the guest at once (no unmount, no module unload) and waits until it is up again."""
+    def reboot(self, timeout_s: float = BOOT_TIMEOUT_S, command: str = "reboot -f") -> None:
+        """Reboots the guest at once (no unmount, no module unload) and waits until it is up again.
+
+        Args:
+            timeout_s: for the boot.
+            command: what reboots it.
+        """
         self._mark_console()
         self._lab.save()
-        with self.popen("reboot -f"):
+        with self.popen(command):
             self.wait_ready(timeout_s)
 
     def reset(self, timeout_s: float = BOOT_TIMEOUT_S) -> None:
