@@ -68,6 +68,14 @@ class _Greeting:
             self.out.close()
 
 
+class _HungUp(BadHello):
+    """It left without a word."""
+
+
+class _Crossing(BadHello):
+    """Two servers called each other, and the other call stays."""
+
+
 class ShmFabric:
     """A `Fabric` for one endpoint.
 
@@ -147,7 +155,7 @@ class ShmFabric:
         if self._port is not None:
             self._port.leave()
         for greeting in list(self._greetings.values()):
-            self._give_up(greeting, "we leave")
+            self._give_up(greeting, "we leave", quiet=True)
         self._folder.leave()
         self._epoll.close()
         os.close(self._kick)
@@ -196,7 +204,7 @@ class ShmFabric:
         assert self._port is not None
         for greeting in [g for g in self._greetings.values() if g.link is link]:
             greeting.link = None
-            self._give_up(greeting, why)
+            self._give_up(greeting, why, quiet=True)
         sock = self._sockets.pop(link, None)
         if sock is not None:
             self._unwatch(sock.fileno())
@@ -256,6 +264,10 @@ class ShmFabric:
     def _greeted(self, greeting: _Greeting) -> None:
         try:
             hello, into = _receive_hello_untrusted(greeting.sock)
+        except _HungUp as e:
+            # It looked whether we are alive, changed its mind, or crossed our own call.
+            self._give_up(greeting, str(e), quiet=True)
+            return
         except GuestError as e:
             self._give_up(greeting, str(e))
             return
@@ -267,7 +279,7 @@ class ShmFabric:
                 greeting.out = self._send_hello(greeting.sock)
         except (GuestError, OSError) as e:
             into.close()
-            self._give_up(greeting, str(e))
+            self._give_up(greeting, str(e), quiet=isinstance(e, _Crossing))
             return
         self._up(link, greeting, into, hello)
 
@@ -296,10 +308,10 @@ class ShmFabric:
 
     def _settle_crossing(self, link: ShmLink) -> ShmLink:
         if self._id < link.peer_id:
-            raise BadHello("we called each other, and our call stays")
+            raise _Crossing("we called each other, and our call stays")
         for ours in [g for g in self._greetings.values() if g.link is link]:
             ours.link = None
-            self._give_up(ours, "we called each other")
+            self._give_up(ours, "we called each other", quiet=True)
         return link
 
     def _send_hello(self, sock: socket.socket) -> mmap.mmap:
@@ -315,12 +327,15 @@ class ShmFabric:
             os.close(fd)
         return ring
 
-    def _give_up(self, greeting: _Greeting, why: str) -> None:
+    def _give_up(self, greeting: _Greeting, why: str, *, quiet: bool = False) -> None:
         fd = greeting.sock.fileno()
         if self._greetings.pop(fd, None) is not None:
             self._unwatch(fd)
         link, greeting.link = greeting.link, None
-        self._refuse(greeting, why)
+        if quiet:
+            greeting.close()
+        else:
+            self._refuse(greeting, why)
         if link is not None:
             self.end(link, why)
 
@@ -370,7 +385,7 @@ def _receive_hello_untrusted(sock: socket.socket) -> tuple[Hello, mmap.mmap]:
         raise BadHello(e.strerror or str(e)) from None
     try:
         if not data:
-            raise BadHello("hung up")
+            raise _HungUp("hung up")
         hello = parse_hello_untrusted(data)
         if len(fds) != 1:
             raise BadHello(f"{len(fds)} descriptors")
