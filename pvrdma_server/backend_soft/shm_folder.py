@@ -14,6 +14,7 @@ import stat
 from errno import EADDRINUSE, EIO
 from typing import Final, NamedTuple
 
+from pvrdma_server.backend_soft.shm_hello import is_server_id
 from pvrdma_server.errors import BackendError, ConfigError
 
 # Pending connections; more wait at the sender, whose transport repeats.
@@ -196,6 +197,6 @@ def _held(gid: bytes, owner: Owner | None, path: str) -> str:
 
 def _read_owner(fd: int) -> Owner | None:
     lines = os.pread(fd, _MAX_FILE, 0).decode("utf-8", "replace").split("\n")
-    if len(lines) < 2:
+    if len(lines) < 2 or not is_server_id(lines[0]):
         return None
     return Owner(lines[0], lines[1], os.fstat(fd).st_uid)

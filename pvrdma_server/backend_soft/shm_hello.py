@@ -32,6 +32,11 @@ class Hello(NamedTuple):
     ring_bytes: int
 
 
+def is_server_id(text: str) -> bool:
+    """Whether this is an id, and so a harmless file name."""
+    return _ID.fullmatch(text) is not None
+
+
 def pack_hello(hello: Hello) -> bytes:
     """The message; a long name is cut."""
     return _HELLO.pack(
@@ -56,7 +61,7 @@ def parse_hello_untrusted(data: bytes) -> Hello:
     if not ring_size_ok(ring_bytes) or chunk != wire.MAX_CHUNK_BYTES:
         raise BadHello(f"a ring of {ring_bytes} bytes, messages of {chunk}")
     server_id = raw_id.decode("ascii", "replace")
-    if not _ID.fullmatch(server_id):
+    if not is_server_id(server_id):
         raise BadHello("an id that is none")
     name = raw_name.rstrip(b"\0").decode("utf-8", "replace")
     return Hello(server_id, name, ring_bytes)
