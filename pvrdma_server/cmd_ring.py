@@ -202,11 +202,13 @@ def _user_mr(adapter: Adapter, pd: Pd, req: api.CmdCreateMr, access: int) -> b.B
     if pages != req.nchunks:
         raise CommandError(errno.EINVAL, f"{req.nchunks} pages for a region that covers {pages}")
     addresses = walk_pdir_untrusted(adapter.memory, req.pdir_dma, pages)
-    # The kernel lets a zero-based region start at a page only, so its first byte's address is the offset in the page.
     zero_based = req.access_flags & AccessFlags.ZERO_BASED
+    if zero_based and req.start & (PAGE_SIZE - 1):
+        # A backend takes the offset in the first page from the address, which would not be zero.
+        raise CommandError(errno.EINVAL, f"a zero-based region at {req.start:#x}, not at a page")
     return adapter.backend.reg_mr(
         pd.backend,
-        start=req.start & (PAGE_SIZE - 1) if zero_based else req.start,
+        start=0 if zero_based else req.start,
         length=req.length,
         access=access,
         pages=GuestPages(adapter.memory, addresses, writable=bool(access & 1)),

@@ -229,6 +229,7 @@ def test_the_request_that_the_refusals_change_is_good(user: UserProcess) -> None
         ({"pdir_dma": 1 << 50}, errno.EFAULT),
         ({"pd_handle": 0}, errno.ENOENT),
         ({"pd_handle": NOBODY}, errno.ENOENT),
+        ({"access_flags": AccessFlags.ZERO_BASED | 1}, errno.EINVAL),  # not at a page
         ({"access_flags": AccessFlags.ON_DEMAND | 1}, errno.EOPNOTSUPP),
         ({"access_flags": 0x8000_0001}, errno.EOPNOTSUPP),
         ({"access_flags": AccessFlags.REMOTE_WRITE}, errno.EINVAL),
