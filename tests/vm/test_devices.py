@@ -1,6 +1,7 @@
 """The device as PCI and the guest's kernel know it: removed, unbound, panicked, by kexec, with INTx, a second one."""
 
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -116,7 +117,7 @@ def test_panic(guest: Guest) -> None:
 
 def test_commands_by_intx() -> None:
     """Without MSI and MSI-X the driver has one interrupt, shared, for commands; it asks ICR whose it is."""
-    with Lab("intx", guests=1, kernel_args=("pci=nomsi",)) as lab:
+    with Lab(f"intx-{os.getpid()}", guests=1, kernel_args=("pci=nomsi",)) as lab:
         guest = lab["a"]
         before = held(guest)
         assert "IO-APIC" in guest.check("grep vmw_pvrdma /proc/interrupts")
@@ -193,7 +194,9 @@ def bind_one_after_the_other(guest: Guest) -> None:
 
 def test_two_devices_in_one_machine(second: Second) -> None:
     args = second.qemu_args()
-    with Lab("two", guests=1, qemu_args=args, kernel_args=("lab.modules=none",)) as lab:
+    with Lab(
+        f"two-{os.getpid()}", guests=1, qemu_args=args, kernel_args=("lab.modules=none",)
+    ) as lab:
         guest = lab["a"]
         bind_one_after_the_other(guest)
         netdev = guest.check("ls /sys/bus/pci/devices/0000:00:06.0/net").strip()

@@ -1,5 +1,6 @@
 """Capabilities are true: a program uses what is advertised up to the maximum, together. Limits are configuration."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ LIMITS = {"max_mr": 4096, "max_cq": 300, "gid_table_len": 3}
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     words = [word for name, value in LIMITS.items() for word in ("--limit", f"{name}={value}")]
-    with Lab("limits", guests=1, server_args=words) as lab:
+    with Lab(f"limits-{os.getpid()}", guests=1, server_args=words) as lab:
         lab["a"].write_file("/root/limits.py", PROGRAM.read_bytes())
         complaints(lab["a"])
         yield lab
