@@ -37,13 +37,16 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="module")
 def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
-    """One guest; the parameter, if any, is the server's --doorbells."""
+    """One guest; the parameter, if any, is the server's --doorbells. A module may say SMP and MEMORY_MIB."""
     doorbells = getattr(request, "param", "mapped")
     module = request.module.__name__.rpartition(".")[2].removeprefix("test_")
     failed_before = request.session.testsfailed
     # The pid: another clone, or another user, may test at the same time.
     name = f"{module}-{doorbells[0]}-{os.getpid()}"
-    with Lab(name, guests=1, server_args=("--doorbells", doorbells)) as lab:
+    smp = getattr(request.module, "SMP", 1)
+    memory_mib = getattr(request.module, "MEMORY_MIB", 512)
+    arguments = ("--doorbells", doorbells)
+    with Lab(name, guests=1, smp=smp, memory_mib=memory_mib, server_args=arguments) as lab:
         complaints(lab["a"])
         yield lab
     if request.session.testsfailed == failed_before:
