@@ -56,6 +56,11 @@ class HostServer:
                 raise AssertionError(f"the server does not come up:\n{self.log.read_text()}")
             time.sleep(0.05)
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def end(self, *, kill: bool = False) -> int:
         """SIGTERM or SIGKILL; the process's status."""
         assert self._process is not None

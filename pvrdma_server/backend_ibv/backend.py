@@ -7,7 +7,8 @@ Contract: see backend.py. `wait_fd` becomes readable when `progress` has somethi
 import errno
 import itertools
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import structlog
@@ -28,7 +29,7 @@ from pvrdma_server.backend_ibv.addresses import Addresses, AddressKeeper
 from pvrdma_server.backend_ibv.gsi import GsiQp
 from pvrdma_server.backend_ibv.host import EVENT, HostDevice, make_limits, make_port_attr, verb
 from pvrdma_server.backend_ibv.host_qp import HostQp
-from pvrdma_server.backend_ibv.memory import IbvMr, IbvPd, Registrar
+from pvrdma_server.backend_ibv.memory import IbvPd, Registrar
 from pvrdma_server.backend_ibv.qp import IbvQp
 from pvrdma_server.backend_ibv.queues import CompletionQueues
 from pvrdma_server.backend_ibv.srq import IbvSrq
@@ -130,10 +131,10 @@ class IbvBackend:
         self, pd: BackendPd, *, start: int, length: int, access: int, pages: GuestPages
     ) -> BackendMr:
         """See `backend.RdmaBackend`."""
-        return self._reg_mr(_host_pd(pd), start, length, access, pages)
-
-    def _reg_mr(self, pd: IbvPd, start: int, length: int, access: int, pages: GuestPages) -> IbvMr:
-        return self.registrar.reg_mr(pd, start=start, length=length, access=access, pages=pages)
+        with self._telling():
+            return self.registrar.reg_mr(
+                _host_pd(pd), start=start, length=length, access=access, pages=pages
+            )
 
     def reg_dma_mr(self, pd: BackendPd, *, access: int) -> BackendMr:
         """See `backend.RdmaBackend`."""
@@ -149,9 +150,10 @@ class IbvBackend:
         self, pd: BackendPd, owner: SrqOwner, *, max_wr: int, max_sge: int
     ) -> BackendSrq:
         """See `backend.RdmaBackend`."""
-        srq = IbvSrq(
-            _host_pd(pd), owner, self.registrar, self.number, max_wr=max_wr, max_sge=max_sge
-        )
+        with self._telling():
+            srq = IbvSrq(
+                _host_pd(pd), owner, self.registrar, self.number, max_wr=max_wr, max_sge=max_sge
+            )
         srq.on_destroy = self._srqs.discard
         self._srqs.add(srq)
         return srq
@@ -168,7 +170,8 @@ class IbvBackend:
         assert srq is None or isinstance(srq, IbvSrq)
         if max(init.max_send_wr, init.max_recv_wr) > self.limits.max_qp_wr:
             raise BackendError(errno.EINVAL, "ibv_create_qp", "a queue beyond the device's limit")
-        qp = IbvQp(self, _host_pd(pd), owner, init, srq)
+        with self._telling():
+            qp = IbvQp(self, _host_pd(pd), owner, init, srq)
         self._qps[qp.qpn] = qp
         return qp
 
@@ -234,7 +237,8 @@ class IbvBackend:
 
     def host_gid_index(self, index: int) -> int:
         """See `qp.Surroundings`."""
-        return self.addresses.host_index(index)
+        with self._telling():
+            return self.addresses.host_index(index)
 
     def address_handle(self, pd: IbvPd, ud: Ud) -> Any:
         """See `qp.Surroundings`."""
@@ -243,6 +247,15 @@ class IbvBackend:
     def forget_qp(self, qp: HostQp) -> None:
         """See `qp.Surroundings`."""
         self._qps.pop(qp.qpn, None)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Log what the host refuses, with what to change; the guest only learns an errno."""
+        try:
+            yield
+        except BackendError as e:
+            self.host_trouble(e)
+            raise
 
     def host_trouble(self, error: BackendError) -> None:
         """See `qp.Surroundings`."""

@@ -1,8 +1,10 @@
 """The real server on rxe, and a guest in Python over its real socket: every command, operation, event and error."""
 
+import errno
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -357,6 +359,23 @@ def test_memory_that_goes_and_comes_back(guest: Guest) -> None:
     a.write(source.sge(), to=target.remote(), wr_id=1)
     assert a.send_cq.wait_one().status == OK
     assert target.read() == pattern(8192)
+
+
+def test_too_many_mappings_names_the_sysctl(guest: Guest) -> None:
+    limit = Path("/proc/sys/vm/max_map_count")
+    before = limit.read_text()
+    maps = len(Path(f"/proc/{guest.server.pid}/maps").read_text().splitlines())
+    process = UserProcess(guest.driver)
+    try:
+        limit.write_text(str(maps + 300))
+        with pytest.raises(CommandFailed) as caught:
+            process.mr(2000 * 4096)
+    finally:
+        limit.write_text(before)
+    assert caught.value.err == errno.ENOMEM
+    told = [record["error"] for record in guest.server.events("host_verb_failed")]
+    assert any("vm.max_map_count" in error for error in told), told
+    assert process.mr(2000 * 4096).length == 2000 * 4096
 
 
 def test_guest_that_vanishes_leaves_nothing(server: Any) -> None:
