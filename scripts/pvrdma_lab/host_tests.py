@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pvrdma_lab.host import HostVm
-from pvrdma_lab.state import LabError
+from pvrdma_lab.state import LabError, locked
 
 _REPORT = "/tmp/report.xml"
 # Steps of bootstrap that the modes need.
@@ -44,7 +44,12 @@ RUNS = {
 
 
 def run(mode: str, report: Path | None, more: list[str]) -> int:
-    """Runs a mode's tests; returns pytest's status."""
+    """Runs a mode's tests; returns pytest's status. One run at a time: there is one machine and its devices."""
+    with locked("rxe-host-tests"):
+        return _run(mode, report, more)
+
+
+def _run(mode: str, report: Path | None, more: list[str]) -> int:
     vm = HostVm()
     ran_before = vm.alive
     try:
