@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 # Bells heard per look: stops a peer that rings without end from keeping us at its socket.
 _MAX_BELLS: Final = 64
 _BELL: Final = b"\x01"
+# Looks at an empty ring before its peer has to ring the bell: a wake-up costs both sides more than some
+# looks do. A link whose last such looks were in vain gets none, but for one time in so many.
+_LINGER_LOOKS: Final = 6
+_LINGER_CREDIT: Final = 4
+_LINGER_PROBE: Final = 16
 
 
 class Rings(NamedTuple):
@@ -45,8 +50,8 @@ class ShmLink:
     """
 
     __slots__ = (
-        "_port", "_rings", "_sock", "broken", "busy", "dropping", "ending", "lost", "name",
-        "peer_id", "reader", "refused", "rung", "seen_tail", "since_ns", "uid", "writer",
+        "_credit", "_looks", "_port", "_rings", "_sleeps", "_sock", "broken", "busy", "dropping",
+        "ending", "lost", "name", "peer_id", "reader", "refused", "rung", "seen_tail", "since_ns", "uid", "writer",
     )  # fmt: skip
 
     def __init__(self, port: "ShmPort", peer_id: str, uid: int) -> None:
@@ -58,6 +63,7 @@ class ShmLink:
         self.reader: RingReader | None = None
         self.broken: str | None = None
         self.refused = self.dropping = self.busy = self.ending = False
+        self._credit, self._looks, self._sleeps = 1, 0, 0
         self.lost = self.rung = self.seen_tail = self.since_ns = 0
 
     def come_up(self, sock: socket.socket, rings: Rings, name: str) -> None:
@@ -162,6 +168,24 @@ class ShmLink:
         except RingFault as fault:
             self._port.fault(self, str(fault))
             return 0
+
+    def came(self) -> None:
+        """Something was delivered."""
+        if self._looks:
+            self._credit = _LINGER_CREDIT
+            self._looks = 0
+
+    def lingers(self) -> bool:
+        """Whether to look again in a moment at a ring that was empty, before going to sleep."""
+        if self._credit > 0 and self._looks < _LINGER_LOOKS and not self.ending:
+            self._looks += 1
+            return True
+        self._credit -= bool(self._looks)
+        self._looks = 0
+        self._sleeps += 1
+        if self._credit <= 0 and self._sleeps % _LINGER_PROBE == 0:
+            self._credit = 1
+        return False
 
     def sleeps(self) -> bool:
         """Have the peer ring when something comes; False when something is there."""

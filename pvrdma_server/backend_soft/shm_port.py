@@ -105,22 +105,30 @@ class ShmPort:
     def poll(self, messages: int) -> int:
         """Hand up to `messages` arrived messages to the endpoint, link by link."""
         count = self._local.poll(messages) if self._local.busy else 0
-        busy = self._busy
+        busy, lingering = self._busy, []
         while busy and count < messages:
             link = busy.popleft()
             # Every link has a like share: a peer that floods us delays nobody else's.
             share = max(1, (messages - count) // (len(busy) + 1))
             taken = link.deliver(share)
             count += taken
-            if taken == share or not link.sleeps():
+            if taken:
+                link.came()
+            if taken == share:
                 busy.append(link)
-                continue
-            link.busy = False
-            if link.ending:
-                self._connector.end(link, "hung up")
+            elif link.lingers() or not link.sleeps():
+                lingering.append(link)
+            else:
+                self._asleep(link)
+        busy.extend(lingering)
         if self._broken:
             self.end_broken()
         return count
+
+    def _asleep(self, link: ShmLink) -> None:
+        link.busy = False
+        if link.ending:
+            self._connector.end(link, "hung up")
 
     def look_at(self, link: ShmLink) -> None:
         """Something may have arrived."""

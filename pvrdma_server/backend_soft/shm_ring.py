@@ -28,7 +28,7 @@ from pvrdma_server.backend_soft.wire import HEADER_BYTES, MAX_CHUNK_BYTES
 from pvrdma_server.errors import GuestError
 
 CONTROL_BYTES: Final = 4096
-RING_BYTES: Final = 2 << 20
+RING_BYTES: Final = 4 << 20
 # A ring must hold the largest message twice, or sender and receiver take turns. The upper bound stops
 # a peer from having us map, and fill, memory without end.
 MIN_RING_BYTES: Final = 1 << 20
