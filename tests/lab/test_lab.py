@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pvrdma_lab import Lab, LabError, state
+from pvrdma_lab import Lab, LabError, paths, state
 from pvrdma_lab.guest_image import GuestFiles
 from pvrdma_lab.process import Process, spawn
 from pvrdma_lab.qemu_command import Machine, command, network
@@ -25,9 +27,12 @@ time.sleep(60)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PVRDMA_CACHE", str(tmp_path / "c"))
-    return tmp_path / "c"
+    # The path may be too long for sockets: then labs lie outside pytest's folder.
+    folder = paths.run_folder()
+    yield tmp_path / "c"
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sleeper(tmp_path: Path, *argv: str) -> Process:
