@@ -1,4 +1,4 @@
-"""scripts/demo: a server, a guest, and RDMA working in it, as one table. Runs in bootstrap's virtualenv."""
+"""scripts/demo: two servers, two guests, and RDMA between them, as one table. Runs in bootstrap's virtualenv."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from pvrdma_lab.guest import Guest
 from pvrdma_lab.lab import Lab
 from pvrdma_lab.programs import Measured, perftest, pingpong, rdma_check, rping
 from pvrdma_lab.state import LabError
+from pvrdma_lab.storage import nvme_copy
 from pvrdma_server.errors import PvrdmaError
 from pvrdma_server.status import read_status
 
@@ -52,10 +53,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class DemoStep:
-    """One thing to show: its name, and what does it."""
+    """One thing to show: its name, and what does it, with a program on each of two guests."""
 
     name: str
-    run: Callable[[Guest], Row]
+    run: Callable[[Guest, Guest], Row]
 
 
 def size_text(size_bytes: int) -> str:
@@ -71,7 +72,7 @@ def result_text(measured: Measured) -> str:
     if measured.mib_per_s is not None and measured.usec is None:
         return f"{measured.mib_per_s:.1f} MiB/s"
     if measured.usec is not None:
-        return f"{measured.usec / 1000:.2f} ms there and back"
+        return f"{measured.usec / 1000:.2f} ms"
     return ""
 
 
@@ -80,7 +81,7 @@ def _row(program: str, shows: str, check: str, measured: Measured) -> Row:
     return Row(program, shows, size, count, result_text(measured), check)
 
 
-def _devinfo(guest: Guest) -> Row:
+def _devinfo(_: Guest, guest: Guest) -> Row:
     output = guest.check("ibv_devinfo")
     fields = dict(re.findall(r"^\s*([a-z_]+):\s+(.*?)\s*$", output, re.M))
     if "ACTIVE" not in fields.get("state", ""):
@@ -90,8 +91,8 @@ def _devinfo(guest: Guest) -> Row:
 
 
 def _pingpong(size_bytes: int, options: str, shows: str) -> DemoStep:
-    def run(guest: Guest) -> Row:
-        measured = pingpong(guest, guest, size_bytes, 50, options)
+    def run(server: Guest, client: Guest) -> Row:
+        measured = pingpong(server, client, size_bytes, 50, options)
         return _row(
             f"ibv_rc_pingpong -c {options}".rstrip(), shows, "one byte of every page", measured
         )
@@ -99,16 +100,16 @@ def _pingpong(size_bytes: int, options: str, shows: str) -> DemoStep:
     return DemoStep(f"ibv_rc_pingpong -c {options} {size_text(size_bytes)}", run)
 
 
-def _bandwidth(program: str, size_bytes: int, shows: str) -> DemoStep:
-    def run(guest: Guest) -> Row:
+def _perftest(program: str, size_bytes: int, shows: str, iterations: int = 200) -> DemoStep:
+    def run(server: Guest, client: Guest) -> Row:
         # Enough to see a rate, few enough for an emulated CPU.
-        measured = perftest(guest, guest, program, size_bytes, 200)
+        measured = perftest(server, client, program, size_bytes, iterations)
         return _row(program, shows, "all completions", measured)
 
     return DemoStep(f"{program} {size_text(size_bytes)}", run)
 
 
-def _verify(guest: Guest) -> Row:
+def _verify(_: Guest, guest: Guest) -> Row:
     checks, moved = rdma_check(guest)
     shows = "SEND, WRITE, READ, atomics"
     return Row(
@@ -121,9 +122,15 @@ def _verify(guest: Guest) -> Row:
     )
 
 
-def _rping(guest: Guest) -> Row:
-    measured = rping(guest, guest, 4096, 20)
+def _rping(server: Guest, client: Guest) -> Row:
+    measured = rping(server, client, 4096, 20)
     return _row("rping", "rdma_cm, SEND, READ, WRITE", "every byte compared", measured)
+
+
+def _nvme(target: Guest, host: Guest) -> Row:
+    measured = nvme_copy(target, host, 16)
+    row = _row("nvme connect, dd", "NVMe-oF: b uses a's disk", "every byte compared", measured)
+    return replace(row, count="there, back")
 
 
 STEPS: tuple[DemoStep, ...] = (
@@ -134,7 +141,7 @@ STEPS: tuple[DemoStep, ...] = (
     _pingpong(100_001, "-e", "an odd size"),
     _pingpong(_MIB, "-e", "a megabyte"),
     *(
-        _bandwidth(program, size_bytes, shows)
+        _perftest(program, size_bytes, shows)
         for program, shows in (
             ("ib_write_bw", "RDMA WRITE"),
             ("ib_read_bw", "RDMA READ"),
@@ -142,8 +149,20 @@ STEPS: tuple[DemoStep, ...] = (
         )
         for size_bytes in (4 * _KIB, 64 * _KIB, _MIB)
     ),
+    _perftest("ib_atomic_bw", 8, "fetch and add"),
+    *(
+        _perftest(program, 8, shows, 50)
+        for program, shows in (
+            ("ib_write_lat", "RDMA WRITE"),
+            ("ib_read_lat", "RDMA READ"),
+            ("ib_send_lat", "SEND"),
+            ("ib_atomic_lat", "fetch and add"),
+        )
+    ),
     DemoStep("rping", _rping),
 )
+# After the look at what is left: the target's kernel keeps completion queues in a pool, for the next connection.
+STORAGE = DemoStep("NVMe-oF", _nvme)
 
 
 def _say(text: str) -> None:
@@ -162,14 +181,17 @@ def _settled(guest: Guest, before: dict[str, int]) -> Row:
         raise guest.error("server", f"it counted errors of the guest: {errors}")
     what = f"{device['doorbells']} doorbells, {device['interrupts']} interrupts"
     return Row(
-        "pvrdma-server status", "after all programs", result=what, check="no error, no object left"
+        "pvrdma-server status",
+        f"{guest.name} after all of these",
+        result=what,
+        check="no error, no object left",
     )
 
 
 def table(rows: list[Row], title: str) -> Table:
     """Returns the rows as a table for a terminal."""
     shown = Table(title=title, title_justify="left")
-    for heading in ("program in the guest", "shows"):
+    for heading in ("program in the guests", "shows"):
         shown.add_column(heading, no_wrap=True)
     for heading in ("size", "messages", "result"):
         shown.add_column(heading, justify="right", no_wrap=True)
@@ -179,17 +201,18 @@ def table(rows: list[Row], title: str) -> Table:
     return shown
 
 
-def _run_steps(guest: Guest) -> list[Row]:
-    before = read_status(str(guest.status_socket))["objects"]
+def _run_steps(server: Guest, client: Guest) -> list[Row]:
+    before = {guest.name: read_status(str(guest.status_socket)) for guest in (server, client)}
     rows = []
-    for number, step in enumerate(STEPS, 1):
+    for number, step in enumerate((*STEPS, STORAGE), 1):
+        if step is STORAGE:
+            rows += [_settled(guest, before[guest.name]["objects"]) for guest in (server, client)]
         started = time.monotonic()
-        row = step.run(guest)
+        row = step.run(server, client)
         rows.append(row)
         _say(
-            f"[{number}/{len(STEPS)}] {step.name}: {row.result or 'ok'} ({time.monotonic() - started:.1f} s)"
+            f"[{number}/{len(STEPS) + 1}] {step.name}: {row.result or 'ok'} ({time.monotonic() - started:.1f} s)"
         )
-    rows.append(_settled(guest, before))
     return rows
 
 
@@ -214,19 +237,22 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _show(name: str, server_args: list[str]) -> None:
     started = time.monotonic()
-    _say("demo: booting a guest (half a minute without KVM) ...")
-    with _alone(name), Lab(name, guests=1, server_args=server_args) as lab:
-        guest = lab["a"]
+    _say("demo: booting two guests (half a minute without KVM) ...")
+    with _alone(name), Lab(name, guests=2, server_args=server_args) as lab:
         booted = time.monotonic() - started
-        _say(f"demo: guest up in {booted:.1f} s ({lab.state.accel})")
-        rows = _run_steps(guest)
-        kernel = guest.check("uname -r").strip()
-    title = f"pvrdma-server, embedded backend; Linux {kernel} on {lab.state.accel}, booted in {booted:.0f} s"
+        _say(f"demo: guests up in {booted:.1f} s ({lab.state.accel})")
+        rows = _run_steps(lab["a"], lab["b"])
+        kernel = lab["a"].check("uname -r").strip()
+    title = (
+        f"two guests, two pvrdma-servers, embedded backend; "
+        f"Linux {kernel} on {lab.state.accel}, booted in {booted:.0f} s"
+    )
     # A pipe has no width; a table cut at 80 columns says nothing.
     width = None if sys.stdout.isatty() else 150
     Console(width=width).print(table(rows, title))
     print(
-        f"demo: all {len(STEPS)} steps verified in {time.monotonic() - started:.0f} s", flush=True
+        f"demo: all {len(STEPS) + 1} steps verified in {time.monotonic() - started:.0f} s",
+        flush=True,
     )
 
 
@@ -247,6 +273,6 @@ def main(name: str, server_args: str) -> int:
         _say(f"demo: failed: {str(error).splitlines()[0]}")
         return 1
     except KeyboardInterrupt:
-        _say("demo: interrupted; the guest is down")
+        _say("demo: interrupted; the guests are down")
         return _INTERRUPTED
     return 0

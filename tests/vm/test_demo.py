@@ -33,7 +33,10 @@ def test_table(name: str) -> None:
         "ib_write_bw",
         "ib_read_bw",
         "ib_send_bw",
+        "ib_atomic_bw",
+        "ib_write_lat",
         "rping",
+        "nvme connect, dd",
     ):
         assert f"│ {program} " in done.stdout
     assert "no error, no object left" in done.stdout
@@ -70,5 +73,5 @@ def test_interrupted(name: str) -> None:
             if "booting" in line:
                 demo.send_signal(signal.SIGTERM)
         assert demo.wait(60) == 130
-    assert line == "demo: interrupted; the guest is down\n"
+    assert line == "demo: interrupted; the guests are down\n"
     assert_all_ended(name)
