@@ -57,14 +57,16 @@ class Requester(Sending):
 
     def _advance(self, psn: int) -> bool:
         # Everything up to `psn` has arrived. False when that brought a failure to the head.
-        if psn + 1 < self.sent:
-            self.queue.acknowledge_part(self.acked, psn, self._chunk)
-        self.acked = psn
+        before, self.acked = self.acked, psn
         head = self._retire()
-        if head is not None and head.kind >= READ_REQUEST and head.first <= psn:
-            # What follows a READ or atomic arrived, but its own response did not: repeat it.
-            self.acked = head.first - 1
-            self._go_back_once(head.first)
+        if head is not None and head.first <= psn:
+            if head.kind < READ_REQUEST:
+                # In the middle of a message; all that was sent of it, maybe.
+                self.queue.acknowledge_part(before, psn, self._chunk)
+            else:
+                # What follows a READ or atomic arrived, but its own response did not: repeat it.
+                self.acked = head.first - 1
+                self._go_back_once(head.first)
         return self.ctx.state in (RTS, SQD)
 
     def _progressed(self) -> None:

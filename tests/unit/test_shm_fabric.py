@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fake_owner import FakeClock, gid_v4
-from shm_bench import is_ready
+from shm_bench import is_ready, shm_bench
 
 from pvrdma_server.backend_soft import shm_fabric
 from pvrdma_server.backend_soft.carrier import Carrier
@@ -566,3 +566,51 @@ def test_a_forged_claim_leads_nowhere(yard: Yard, victim: End, evil: Stranger) -
     (yard.folder / f"{B.hex()}.gid").write_text("../../../run/other\nx\n")
     assert victim.port.route(B) is None
     (yard.folder / f"{B.hex()}.gid").unlink()
+
+
+# -- the transport over it ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 64 << 20])
+@pytest.mark.parametrize("size", [4 << 20, 16 << 20])
+def test_messages_longer_than_window_and_ring_need_no_timer(budget: int, size: int) -> None:
+    """Whatever is sent may be acknowledged at once, and all of it, in the middle of a message."""
+    bench = shm_bench(size=40 << 20)
+    bench.step_budget = budget
+    left, _ = bench.pair()
+    source, target = bench.a.buffer(size), bench.b.buffer(size)
+    source.fill(bytes(range(1, 256)) * (size // 255))
+    wrs = [left.write(source.sge(0, 1), target.at(), target.rkey)]
+    wrs += [left.write(source.sge(), target.at(), target.rkey) for _ in range(2)]
+    bench.settle()
+    assert left.qp._sender.queue.flying == 0  # type: ignore[attr-defined]
+    assert left.statuses == [(wr, 0) for wr in wrs]
+    assert target.data() == source.data()
+    assert bench.a.backend.counters.retries == 0  # type: ignore[attr-defined]
+    bench.close()
+
+
+def test_a_long_write_does_not_starve_a_ping() -> None:
+    """A ping posted amid 64 MiB of another queue pair's is answered before a few of those MiB have gone."""
+    bench = shm_bench(size=80 << 20)
+    bulk, _ = bench.pair()
+    ping, pong = bench.pair()
+    source, target = bench.a.buffer(32 << 20), bench.b.buffer(32 << 20)
+    small, into = bench.a.buffer(64), bench.b.buffer(64)
+    for _ in range(2):
+        bulk.write(source.sge(), target.at(), target.rkey)
+    backends = bench.backends
+    for backend in backends * 4:
+        backend.progress(1 << 20)
+    counters = bench.a.backend.counters  # type: ignore[attr-defined]
+    before = counters.tx_bytes
+    pong.recv(into.sge())
+    ping.send(small.sge())
+    while not ping.statuses:
+        for backend in backends:
+            backend.progress(1 << 20)
+    assert counters.tx_bytes - before <= 12 << 20
+    assert not bulk.statuses
+    bench.settle()
+    assert len(bulk.statuses) == 2
+    bench.close()
