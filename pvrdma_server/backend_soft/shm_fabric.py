@@ -13,7 +13,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -23,17 +22,12 @@ import structlog
 
 from pvrdma_server.backend_soft.carrier import Endpoint
 from pvrdma_server.backend_soft.shm_folder import FabricFolder
-from pvrdma_server.backend_soft.shm_hello import (
-    HELLO_BYTES,
-    BadHello,
-    Hello,
-    pack_hello,
-    parse_hello_untrusted,
-)
+from pvrdma_server.backend_soft.shm_hello import BadHello, Hello, pack_hello
 from pvrdma_server.backend_soft.shm_link import Rings, ShmLink
-from pvrdma_server.backend_soft.shm_memory import make_ring_memory, map_ring_untrusted
+from pvrdma_server.backend_soft.shm_memory import make_ring_memory
 from pvrdma_server.backend_soft.shm_port import ShmPort
 from pvrdma_server.backend_soft.shm_ring import CONTROL_BYTES, RING_BYTES
+from pvrdma_server.backend_soft.shm_socket import HungUp, is_gone, peer_uid, receive_hello_untrusted
 from pvrdma_server.errors import GuestError
 
 # A peer costs three descriptors and two rings: stops a crowd from exhausting them.
@@ -66,10 +60,6 @@ class _Greeting:
         self.sock.close()
         if self.out is not None:
             self.out.close()
-
-
-class _HungUp(BadHello):
-    """It left without a word."""
 
 
 class _Crossing(BadHello):
@@ -184,7 +174,7 @@ class ShmFabric:
         sock = self._folder.connect(server_id)
         if sock is None:
             return None
-        greeting = _Greeting(sock, _peer_uid(sock), now_ns + GREETING_NS)
+        greeting = _Greeting(sock, peer_uid(sock), now_ns + GREETING_NS)
         if greeting.uid not in self._uids:
             self._refuse(greeting, f"uid {greeting.uid}")
             return None
@@ -248,7 +238,7 @@ class ShmFabric:
             except OSError:
                 return
             sock.setblocking(False)
-            greeting = _Greeting(sock, _peer_uid(sock), self._clock_ns() + GREETING_NS)
+            greeting = _Greeting(sock, peer_uid(sock), self._clock_ns() + GREETING_NS)
             if greeting.uid not in self._uids:
                 self._refuse(greeting, f"uid {greeting.uid}")
             elif len(self._greetings) >= MAX_GREETINGS:
@@ -263,8 +253,8 @@ class ShmFabric:
 
     def _greeted(self, greeting: _Greeting) -> None:
         try:
-            hello, into = _receive_hello_untrusted(greeting.sock)
-        except _HungUp as e:
+            hello, into = receive_hello_untrusted(greeting.sock)
+        except HungUp as e:
             # It looked whether we are alive, changed its mind, or crossed our own call.
             self._give_up(greeting, str(e), quiet=True)
             return
@@ -298,7 +288,7 @@ class ShmFabric:
         if existing is not None and existing.writer is None:
             return self._settle_crossing(existing)
         if existing is not None:
-            if not _is_gone(self._sockets[existing]):
+            if not is_gone(self._sockets[existing]):
                 raise BadHello("there is a link already")
             self.end(existing, "called again")
         if len(port.links) >= MAX_PEERS:
@@ -366,45 +356,6 @@ class ShmFabric:
     def _unwatch(self, fd: int) -> None:
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
-
-
-def _receive_hello_untrusted(sock: socket.socket) -> tuple[Hello, mmap.mmap]:
-    """A peer's greeting and its ring, mapped.
-
-    Raises:
-        GuestError: anything is wrong with them.
-        BlockingIOError: nothing has come.
-    """
-    try:
-        data, fds, _, _ = socket.recv_fds(
-            sock, HELLO_BYTES + 1, 1, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        )
-    except BlockingIOError:
-        raise
-    except OSError as e:
-        raise BadHello(e.strerror or str(e)) from None
-    try:
-        if not data:
-            raise _HungUp("hung up")
-        hello = parse_hello_untrusted(data)
-        if len(fds) != 1:
-            raise BadHello(f"{len(fds)} descriptors")
-        return hello, map_ring_untrusted(fds[0], hello.ring_bytes)
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def _peer_uid(sock: socket.socket) -> int:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    uid: int = struct.unpack("3i", credentials)[1]
-    return uid
-
-
-def _is_gone(sock: socket.socket) -> bool:
-    poller = select.poll()
-    poller.register(sock, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-    return bool(poller.poll(0))
 
 
 def _link_facts(link: ShmLink) -> dict[str, Any]:
