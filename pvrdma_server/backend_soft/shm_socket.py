@@ -50,12 +50,14 @@ def receive_hello_untrusted(sock: socket.socket) -> tuple[Hello, mmap.mmap]:
 
 
 def peer_uid(sock: socket.socket) -> int:
+    """The user of the process at the other end, by the kernel's word."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     uid: int = struct.unpack("3i", credentials)[1]
     return uid
 
 
 def is_gone(sock: socket.socket) -> bool:
+    """Whether the other end has hung up."""
     poller = select.poll()
     poller.register(sock, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
     return bool(poller.poll(0))
