@@ -68,7 +68,18 @@ MODES = {
     "guest": Mode(
         "Linux guests on a real QEMU and the server",
         GUEST_STEPS,
-        (Check("guests", "pytest", ("-v", "--durations=10", "-m", "not matrix", "tests/vm")),),
+        (
+            Check(
+                "guests",
+                "pytest",
+                ("-v", "--durations=10", "-m", "not (matrix or soak)", "tests/vm"),
+            ),
+        ),
+    ),
+    "soak": Mode(
+        "five minutes of verified traffic around a ring of three guests; no part of all",
+        GUEST_STEPS,
+        (Check("soak", "pytest", ("-v", "-m", "soak", "tests/vm")),),
     ),
     "matrix": Mode(
         "every program of perftest with every size and option in a guest; not part of all",
@@ -86,7 +97,7 @@ MODES = {
         (Check("nested", "pvrdma_lab.host_tests", ("nested",)),),
     ),
 }
-ALL = tuple(mode for mode in MODES if mode != "matrix")
+ALL = tuple(mode for mode in MODES if mode not in ("matrix", "soak"))
 
 
 @dataclass(slots=True)
