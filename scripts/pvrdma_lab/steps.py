@@ -33,6 +33,13 @@ class StepError(Exception):
         self.advice = advice
 
 
+# A command whose whole process group is ended when its parent dies.
+_GROUP = (
+    "setpriv", "--pdeathsig", "TERM", "--",
+    "sh", "-c", 'trap "trap - TERM; kill -TERM 0" TERM; "$@" & wait $!', "sh",
+)  # fmt: skip
+
+
 class StepLog:
     """A step's log file, and the way to run commands into it."""
 
@@ -78,10 +85,14 @@ class StepLog:
     def _run_group(
         self, command: list[str], env: Mapping[str, str] | None, cwd: Path | None
     ) -> int:
-        """Runs a command in a process group that ends with us, however we end: mmdebstrap has many children."""
+        """Runs a command in a process group that ends with us, however we end: mmdebstrap has many children.
+
+        An exception may come before Popen has returned, when nobody knows whom to end; then, as after a SIGKILL,
+        the death of this process ends the group by the shell's trap.
+        """
         environment = None if env is None else {**os.environ, **env}
         with subprocess.Popen(
-            ["setpriv", "--pdeathsig", "TERM", "--", *command], start_new_session=True, env=environment, cwd=cwd,
+            [*_GROUP, *command], start_new_session=True, env=environment, cwd=cwd,
             stdin=subprocess.DEVNULL, stdout=self._file, stderr=self._file,
         ) as child:  # fmt: skip
             try:
