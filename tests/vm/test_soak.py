@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 from pvrdma_lab import Guest, Lab
-from vm.server_state import assert_same, complaints, guest_errors, held, status
+from vm.server_state import assert_same, complaints, guest_errors, held, status, wait_until
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -64,6 +64,8 @@ def run_ring(guests: list[Guest], seconds: int) -> list[int]:
 def test_ring(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     guests = list(lab)
     run_ring(guests, 5)  # servers meet, the kernels' pools fill
+    for guest in guests:
+        wait_until(guest, "no process is left", lambda now: not now["objects"]["contexts"])
     before = [held(guest) for guest in guests]
     counts = run_ring(guests, SECONDS)
     with capsys.disabled():
