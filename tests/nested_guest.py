@@ -12,7 +12,7 @@ RDMA_ADDRESS = "10.9.0.111"
 # The programs' TCP: out of the guest to the peer, and into the guest through a forwarded port.
 PEER_TCP, GUEST_TCP = "10.9.1.2", "10.9.1.1"
 FORWARDED_PORT = 18600
-BOOT_S = 240.0
+BOOT_S = 500.0
 
 
 class Done(NamedTuple):

@@ -39,7 +39,7 @@ class Run:
 RUNS = {
     # The backend contract, the very same tests that the embedded backend passes; then guests on real servers.
     "host": Run("--timeout 120 tests/contract tests/host", "PVRDMA_IBV_DEVICE=rxe0", 1500.0),
-    "nested": Run("--timeout 400 tests/nested", "", 900.0),
+    "nested": Run("--timeout 700 tests/nested", "", 1500.0),
 }
 
 
