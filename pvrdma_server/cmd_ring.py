@@ -19,6 +19,7 @@ from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi.layout import Layout
 from pvrdma_server.abi.pvrdma_dev_api import Cmd, MrFlags
 from pvrdma_server.abi.pvrdma_verbs import AccessFlags, PortCapFlags, SrqAttr, SrqAttrMask
+from pvrdma_server.abi.vmw_pvrdma_abi import CQE_SIZE
 from pvrdma_server.cmd_base import (
     IGNORED_ACCESS,
     KNOWN_ACCESS,
@@ -45,7 +46,6 @@ from pvrdma_server.objects import Cq, Gid, Mr, Pd, Receiver, Srq, UserContext
 from pvrdma_server.qp_ops import rq_entry_size
 from pvrdma_server.rings import RX_STATE_OFFSET, ConsumerRing, ProducerRing
 
-CQE_SIZE: Final = 64
 # The only partition of a RoCE port. rdma_cm refuses any other.
 DEFAULT_PKEY: Final = 0xFFFF
 

@@ -15,6 +15,7 @@ Read first: rings.py. Source: vmw_pvrdma-abi.h (pvrdma_sq_wqe_hdr, pvrdma_rq_wqe
 
 from typing import Final, NamedTuple
 
+from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi import vmw_pvrdma_abi as abi
 from pvrdma_server.abi.pvrdma_verbs import QpType, SendFlags
 from pvrdma_server.abi.vmw_pvrdma_abi import NetworkHdrType, Sge, WcFlags, WcStatus, WrOpcode
@@ -33,10 +34,8 @@ from pvrdma_server.errors import BadGuestAddress, BadWqe
 from pvrdma_server.guest_memory import PAGE_SIZE, GuestMemory, walk_pdir_untrusted
 from pvrdma_server.rings import round_up_pow2
 
-SQ_WQE_HDR_SIZE: Final = 80
-RQ_WQE_HDR_SIZE: Final = 16
 # The page list of one FAST_REG_MR; a longer one would have us walk guest memory without end.
-MAX_FAST_REG_PAGES: Final = 128
+MAX_FAST_REG_PAGES: Final = api.MAX_FAST_REG_PAGES
 
 _RC_USER: Final = frozenset(
     {
@@ -79,12 +78,12 @@ def send_rules(qp_type: int, *, privileged: bool, max_sge: int, sq_sig_all: bool
 
 def sq_entry_size(max_sge: int) -> int:
     """Bytes of one send queue entry. Source: drv pvrdma_qp.c pvrdma_set_sq_size."""
-    return round_up_pow2(SQ_WQE_HDR_SIZE + max_sge * abi.SGE.size)
+    return round_up_pow2(abi.SQ_WQE_HDR_SIZE + max_sge * abi.SGE.size)
 
 
 def rq_entry_size(max_sge: int) -> int:
     """Bytes of one receive queue entry. Source: drv pvrdma_qp.c pvrdma_set_rq_size."""
-    return round_up_pow2(RQ_WQE_HDR_SIZE + max_sge * abi.SGE.size)
+    return round_up_pow2(abi.RQ_WQE_HDR_SIZE + max_sge * abi.SGE.size)
 
 
 def parse_send_untrusted(wqe: bytes, rules: SendRules, memory: GuestMemory) -> SendWr:
@@ -104,7 +103,7 @@ def parse_send_untrusted(wqe: bytes, rules: SendRules, memory: GuestMemory) -> S
         flags,
         rules.sq_sig_all or bool(flags & SendFlags.SIGNALED),
         hdr.ex,
-        _parse_sges_untrusted(wqe, SQ_WQE_HDR_SIZE, hdr.num_sge, rules.max_sge),
+        _parse_sges_untrusted(wqe, abi.SQ_WQE_HDR_SIZE, hdr.num_sge, rules.max_sge),
         _ud_arm(wqe) if rules.datagram else _ARMS[opcode](wqe, memory),
     )
 
@@ -116,7 +115,7 @@ def parse_recv_untrusted(wqe: bytes, max_sge: int) -> RecvWr:
         BadWqe: too many elements.
     """
     hdr = abi.RQ_WQE_HDR.unpack_from(wqe)
-    return RecvWr(hdr.wr_id, _parse_sges_untrusted(wqe, RQ_WQE_HDR_SIZE, hdr.num_sge, max_sge))
+    return RecvWr(hdr.wr_id, _parse_sges_untrusted(wqe, abi.RQ_WQE_HDR_SIZE, hdr.num_sge, max_sge))
 
 
 def wr_id_of(wqe: bytes) -> int:

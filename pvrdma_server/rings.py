@@ -13,11 +13,14 @@ sizes (3072 and 1536 entries) are not powers of two: there an index wraps at the
 Source: drivers/infiniband/hw/vmw_pvrdma/pvrdma_ring.h.
 """
 
+from typing import Final
+
+from pvrdma_server.abi.pvrdma_dev_api import RING_STATE_RX, RING_STATE_TX
 from pvrdma_server.errors import BadRingIndex
 from pvrdma_server.guest_memory import PAGE_SHIFT, PAGE_SIZE, GuestPages
 
-TX_STATE_OFFSET = 0
-RX_STATE_OFFSET = 8
+TX_STATE_OFFSET: Final = RING_STATE_TX
+RX_STATE_OFFSET: Final = RING_STATE_RX
 
 
 def _trailing_ones(value: int) -> int:
