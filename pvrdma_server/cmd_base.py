@@ -26,7 +26,15 @@ from pvrdma_server.resources import HandleTable, Resources
 IGNORED_ACCESS: Final = ACCESS_OPTIONAL_MASK | ACCESS_HUGETLB
 # Bits that a region may have besides its rights. MW_BIND lets memory windows be bound to it, of which there are none.
 REGION_ACCESS: Final = int(AccessFlags.MW_BIND | AccessFlags.ZERO_BASED)
-KNOWN_ACCESS: Final = 0x0F
+# The rights a region or queue pair may give.
+KNOWN_ACCESS: Final = int(
+    AccessFlags.LOCAL_WRITE
+    | AccessFlags.REMOTE_WRITE
+    | AccessFlags.REMOTE_READ
+    | AccessFlags.REMOTE_ATOMIC
+)
+# Rights of a peer that write, so that the owner must be able to write as well.
+WRITING_ACCESS: Final = int(AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC)
 
 
 class Adapter(NamedTuple):

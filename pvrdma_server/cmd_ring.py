@@ -24,6 +24,7 @@ from pvrdma_server.cmd_base import (
     IGNORED_ACCESS,
     KNOWN_ACCESS,
     REGION_ACCESS,
+    WRITING_ACCESS,
     Adapter,
     RefusedResponse,
     ReservedHandle,
@@ -185,7 +186,7 @@ def _create_mr(adapter: Adapter, req: api.CmdCreateMr) -> api.CmdCreateMrResp:
     access = req.access_flags & ~(IGNORED_ACCESS | REGION_ACCESS)
     if access & ~KNOWN_ACCESS:
         raise CommandError(errno.EOPNOTSUPP, f"access flags {access:#x}")
-    if access & 0b1010 and not access & 1:
+    if access & WRITING_ACCESS and not access & AccessFlags.LOCAL_WRITE:
         raise CommandError(errno.EINVAL, "remote write and atomics need local write")
     with ReservedHandle(adapter.resources.mrs) as handle:
         mr = _MR_KINDS[req.flags](adapter, pd, req, access) if req.flags in _MR_KINDS else None
@@ -211,12 +212,14 @@ def _user_mr(adapter: Adapter, pd: Pd, req: api.CmdCreateMr, access: int) -> b.B
         start=0 if zero_based else req.start,
         length=req.length,
         access=access,
-        pages=GuestPages(adapter.memory, addresses, writable=bool(access & 1)),
+        pages=GuestPages(
+            adapter.memory, addresses, writable=bool(access & AccessFlags.LOCAL_WRITE)
+        ),
     )
 
 
 def _dma_mr(adapter: Adapter, pd: Pd, req: api.CmdCreateMr, access: int) -> b.BackendMr:
-    if pd.ctx is not None or access & ~1:
+    if pd.ctx is not None or access & ~AccessFlags.LOCAL_WRITE:
         raise CommandError(errno.EPERM, "a DMA region is for kernel PDs and local access only")
     return adapter.backend.reg_dma_mr(pd.backend, access=access)
 

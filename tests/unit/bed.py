@@ -1,4 +1,4 @@
-"""A booted machine over the recording backend, and good requests for tests to spoil."""
+"""A booted machine over the recording backend, good requests for tests to spoil, and bare registers."""
 
 import errno
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from guest import (
     PAGE,
     CommandFailed,
     Cq,
+    Driver,
     Kernel,
     Machine,
     PageDir,
@@ -17,6 +18,7 @@ from guest import (
 from unit.fake_backend import FakeBackend, FakeQp
 
 from pvrdma_server.abi import pvrdma_dev_api as api
+from pvrdma_server.abi.pvrdma_dev_api import Reg
 from pvrdma_server.abi.pvrdma_verbs import SrqAttr
 from pvrdma_server.caps import DeviceConfig
 
@@ -89,3 +91,28 @@ def ready(qp: Qp) -> Qp:
 
 def backend_of(bed: Bed, qp: Qp) -> FakeQp:
     return bed.backend.qps[qp.qpn]
+
+
+def read(machine: Machine, reg: int) -> int:
+    return machine.read32(api.PciResource.REG, reg)
+
+
+def write(machine: Machine, reg: int, value: int) -> int:
+    """Store, and what ERR reads then."""
+    machine.write32(api.PciResource.REG, reg, value)
+    return read(machine, Reg.ERR)
+
+
+def prepared(machine: Machine) -> Driver:
+    """A driver that has its memory but has published nothing."""
+    driver = Driver(machine, machine.ram)
+    driver.dsr_version = 20
+    driver._alloc_shared()
+    return driver
+
+
+def publish(driver: Driver) -> int:
+    """DSRLOW, DSRHIGH; what ERR reads then."""
+    driver.write_reg(Reg.DSRLOW, driver.dsr & 0xFFFF_FFFF)
+    driver.write_reg(Reg.DSRHIGH, driver.dsr >> 32)
+    return driver.read_reg(Reg.ERR)

@@ -8,7 +8,6 @@ from guest import (
     PAGE,
     CommandFailed,
     CommandTimeout,
-    Driver,
     GuestRam,
     Kernel,
     Machine,
@@ -18,6 +17,7 @@ from guest import (
     UserProcess,
     nothing_left,
 )
+from unit.bed import prepared, publish, read, write
 from unit.fake_backend import LIMITS, FakeBackend
 
 from pvrdma_server.abi import pvrdma_dev_api as api
@@ -30,31 +30,6 @@ IMR_ALL = 0xFFFF_FFFF
 @pytest.fixture
 def machine() -> Machine:
     return Machine(FakeBackend(), config=DeviceConfig(max_uar=8))
-
-
-def read(machine: Machine, reg: int) -> int:
-    return machine.read32(api.PciResource.REG, reg)
-
-
-def write(machine: Machine, reg: int, value: int) -> int:
-    """Store, and what ERR reads then."""
-    machine.write32(api.PciResource.REG, reg, value)
-    return read(machine, Reg.ERR)
-
-
-def prepared(machine: Machine) -> Driver:
-    """A driver that has its memory but has published nothing."""
-    driver = Driver(machine, machine.ram)
-    driver.dsr_version = 20
-    driver._alloc_shared()
-    return driver
-
-
-def publish(driver: Driver) -> int:
-    """DSRLOW, DSRHIGH; what ERR reads then."""
-    driver.write_reg(Reg.DSRLOW, driver.dsr & 0xFFFF_FFFF)
-    driver.write_reg(Reg.DSRHIGH, driver.dsr >> 32)
-    return driver.read_reg(Reg.ERR)
 
 
 # --- probe and remove ----------------------------------------------------------------------------------------------

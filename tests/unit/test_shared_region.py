@@ -6,11 +6,11 @@ import pytest
 import structlog
 from guest import (
     PAGE,
-    Driver,
     Machine,
     PageDir,
     nothing_left,
 )
+from unit.bed import prepared, publish, write
 from unit.fake_backend import FakeBackend
 
 from pvrdma_server.abi import pvrdma_dev_api as api
@@ -24,31 +24,6 @@ IMR_ALL = 0xFFFF_FFFF
 @pytest.fixture
 def machine() -> Machine:
     return Machine(FakeBackend(), config=DeviceConfig(max_uar=8))
-
-
-def read(machine: Machine, reg: int) -> int:
-    return machine.read32(api.PciResource.REG, reg)
-
-
-def write(machine: Machine, reg: int, value: int) -> int:
-    """Store, and what ERR reads then."""
-    machine.write32(api.PciResource.REG, reg, value)
-    return read(machine, Reg.ERR)
-
-
-def prepared(machine: Machine) -> Driver:
-    """A driver that has its memory but has published nothing."""
-    driver = Driver(machine, machine.ram)
-    driver.dsr_version = 20
-    driver._alloc_shared()
-    return driver
-
-
-def publish(driver: Driver) -> int:
-    """DSRLOW, DSRHIGH; what ERR reads then."""
-    driver.write_reg(Reg.DSRLOW, driver.dsr & 0xFFFF_FFFF)
-    driver.write_reg(Reg.DSRHIGH, driver.dsr >> 32)
-    return driver.read_reg(Reg.ERR)
 
 
 # --- the shared region: CVE-2021-3607, 2021-3608, 2023-1544 --------------------------------------------------------
