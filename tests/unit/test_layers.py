@@ -10,7 +10,7 @@ LEVELS = [
     {"errors"},
     {"abi"},
     {"guest_memory"},
-    {"backend", "rings", "qp_state"},
+    {"backend", "rings", "qp_state", "mad_frames"},
     {"qp_ops"},
     {"caps", "objects", "journal"},
     {"resources"},
@@ -31,7 +31,7 @@ LEVELS = [
         "watcher",
     },
     {"server"},
-    {"cli"},
+    {"cli", "ctl"},
     {"__main__"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
