@@ -4,8 +4,9 @@ Contract: only what `vfio_user` uses is declared; the C compiler checks every de
 libvfio-user promises neither API nor ABI. Callbacks are `extern "Python"`: one per BAR, since libvfio-user does not
 tell a region callback its region.
 
-The library is looked for in $LIBVFIO_USER_PREFIX, then in the newest build in the project's cache
-(scripts/build-libvfio-user), then by pkg-config or the system's compiler paths.
+The library is looked for in $LIBVFIO_USER_PREFIX, then in the newest build in the project's cache, then by pkg-config
+or the system's compiler paths. Where it is in none of them, scripts/build-libvfio-user fetches and builds it (Debian and
+its like), so that `pip install .` is all that it takes.
 """
 
 import os
@@ -98,8 +99,10 @@ static int pvrdma_quiesce(vfu_ctx_t *ctx)
 """
 
 _MISSING = """\
-libvfio-user's header is not to be found. Run scripts/bootstrap (or scripts/build-libvfio-user, then set
-LIBVFIO_USER_PREFIX to the folder it prints), or install your distribution's libvfio-user development package."""
+libvfio-user is not to be found, and could not be built here. On a machine with Debian's or Ubuntu's apt run
+scripts/build-libvfio-user and see what it says; elsewhere build libvfio-user, and set LIBVFIO_USER_PREFIX to the folder
+that holds its include/ and lib/, or install your distribution's development package of it."""
+_BUILD_SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "build-libvfio-user"
 
 
 def _cache_dir() -> Path:
@@ -144,11 +147,11 @@ def _from_prefix(prefix: Path) -> dict[str, Any]:
     }
 
 
-def _from_system() -> dict[str, Any]:
+def _from_system() -> dict[str, Any] | None:
     includes = [flag[2:] for flag in _pkg_config("--cflags-only-I")]
     candidates = [*includes, "/usr/include", "/usr/local/include"]
     if not any((Path(d) / "libvfio-user.h").exists() for d in candidates):
-        raise SystemExit(_MISSING)
+        return None
     return {
         "include_dirs": includes,
         "libraries": ["vfio-user"],
@@ -156,9 +159,30 @@ def _from_system() -> dict[str, Any]:
     }
 
 
-def _builder() -> FFI:
+def _built_now() -> Path:
+    # A source archive without scripts/, or a machine without apt.
+    if not _BUILD_SCRIPT.exists() or not shutil.which("apt-get"):
+        raise SystemExit(_MISSING)
+    done = subprocess.run([_BUILD_SCRIPT], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(_MISSING)
+    return Path(done.stdout.splitlines()[-1])
+
+
+def library_licenses() -> list[Path]:
+    """The licenses of what is linked into the extension; none where a shared library is used."""
     prefix = _prefix()
-    options = _from_prefix(prefix) if prefix else _from_system()
+    return sorted(prefix.glob("LICENSE.*")) if prefix else []
+
+
+def _options() -> dict[str, Any]:
+    if prefix := _prefix():
+        return _from_prefix(prefix)
+    return _from_system() or _from_prefix(_built_now())
+
+
+def _builder() -> FFI:
+    options = _options()
     builder = FFI()
     builder.cdef(_CDEF)
     builder.set_source(
