@@ -12,11 +12,12 @@ from pvrdma_lab.host_image import HostExtension, HostInitrd, HostTree, TinyKerne
 from pvrdma_lab.nested_image import NestedInitrd
 from pvrdma_lab.python_env import Library, Virtualenv, find_library, find_venv
 from pvrdma_lab.qemu_tree import QemuTree, find_qemu
+from pvrdma_lab.service_image import ServiceTree
 from pvrdma_lab.steps import Step, StepError, run_step
 
 STEPS: tuple[Step, ...] = (
     HostPackages(), Library(), Virtualenv(), QemuTree(), GuestKernel(), GuestRoot(), GuestInitrd(),
-    HostTree(), HostInitrd(), HostExtension(), TinyKernel(), NestedInitrd(),
+    HostTree(), HostInitrd(), HostExtension(), TinyKernel(), NestedInitrd(), ServiceTree(),
 )  # fmt: skip
 # What a step needs of others, beside the machine itself.
 _NEEDS = {
@@ -25,6 +26,7 @@ _NEEDS = {
     "initrd": ("host", "kernel"),
     "rxe-initrd": ("rxe-host",),
     "rxe-extension": ("libvfio-user", "rxe-host"),
+    "service-tree": ("host", "kernel", "rootfs", "initrd"),
     "nested-initrd": ("rxe-host", "rxe-initrd", "tiny-kernel"),
 }
 

@@ -15,7 +15,7 @@ from pvrdma_lab.steps import StepLog, built_beside
 
 _PROGRAM = "qemu-system-x86_64"
 _RECIPE = "1"  # change it to build the tree anew
-_INSTALL = (
+INSTALL_QEMU = (
     '--customize-hook=chroot "$1" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends'
     f" -t {TREE_RELEASE}-backports qemu-system-x86"
 )
@@ -57,7 +57,7 @@ def _host_has_vfio_user(program: Path) -> bool:
 
 
 def _tree() -> Path:
-    return paths.cache_folder() / "qemu" / paths.key(_RECIPE, _INSTALL)
+    return paths.cache_folder() / "qemu" / paths.key(_RECIPE, INSTALL_QEMU)
 
 
 def find_qemu() -> Qemu | None:
@@ -91,4 +91,4 @@ class QemuTree:
         with built_beside(_tree()) as beside:
             beside.rmdir()
             suites = (TREE_RELEASE, f"{TREE_RELEASE}-backports")
-            make_tree(log, beside, packages=[], suites=suites, options=(_INSTALL,))
+            make_tree(log, beside, packages=[], suites=suites, options=(INSTALL_QEMU,))
