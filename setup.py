@@ -22,6 +22,7 @@ class BuildWithLicenses(build_py):
     """Adds the licenses of what the extension is linked with statically: libvfio-user and json-c."""
 
     def run(self) -> None:
+        """Copy the package, then the licenses."""
         super().run()
         builder = runpy.run_path(str(_ROOT / "pvrdma_server" / "_vfu_build.py"))
         target = Path(self.build_lib, "pvrdma_server", "licenses")

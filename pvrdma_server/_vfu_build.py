@@ -5,8 +5,8 @@ libvfio-user promises neither API nor ABI. Callbacks are `extern "Python"`: one 
 tell a region callback its region.
 
 The library is looked for in $LIBVFIO_USER_PREFIX, then in the newest build in the project's cache, then by pkg-config
-or the system's compiler paths. Where it is in none of them, scripts/build-libvfio-user fetches and builds it (Debian and
-its like), so that `pip install .` is all that it takes.
+or the system's compiler paths. Where it is in none of them, scripts/build-libvfio-user fetches and builds it (Debian
+and its like), so that `pip install .` is all that it takes.
 """
 
 import os

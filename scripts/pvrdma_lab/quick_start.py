@@ -1,4 +1,4 @@
-"""The commands of docs/quick-start.md, for the image and the tests that follow it word for word. Standard library only."""
+"""The commands of docs/quick-start.md, for the image and the tests that follow it word for word."""
 
 import re
 
@@ -21,7 +21,5 @@ def blocks(section: str) -> list[str]:
 
 def packages() -> list[str]:
     """Returns the Debian packages that the page's one line installs."""
-    (line,) = (
-        match[1] for block in blocks("Install") for match in _PACKAGES.finditer(block)
-    )
+    (line,) = (match[1] for block in blocks("Install") for match in _PACKAGES.finditer(block))
     return line.split()

@@ -76,7 +76,9 @@ class ServiceTree:
     def build(self, log: StepLog) -> None:
         guest = find_guest()
         if guest is None:
-            raise StepError("the guests' kernel is not built", "run scripts/bootstrap --only initrd")
+            raise StepError(
+                "the guests' kernel is not built", "run scripts/bootstrap --only initrd"
+            )
         with built_beside(_tree()) as beside:
             tree = beside / "tree"
             make_tree(
