@@ -204,11 +204,7 @@ class TinyKernel:
 
 
 def _extension_sources() -> list[Path]:
-    package = paths.REPOSITORY / "pvrdma_server"
-    return [
-        package / "_vfu_build.py",
-        *sorted(path for path in package.glob("*.c") if path.name != "_vfu.c"),
-    ]
+    return sorted((paths.REPOSITORY / "pvrdma_server").glob("_*_build.py"))
 
 
 def _extension() -> Path:
@@ -221,15 +217,15 @@ def _extension() -> Path:
 
 
 def find_extension() -> Path | None:
-    """Returns the folder with the C extension compiled for the rxe host's Python, or None."""
+    """Returns the folder with the C extensions compiled for the rxe host's Python, or None."""
     return _extension() if _extension().exists() else None
 
 
 class HostExtension:
-    """Step: the C extension for the rxe host's Python, compiled in its tree."""
+    """Step: the C extensions for the rxe host's Python, compiled in its tree."""
 
     name = "rxe-extension"
-    title = "the C extension for the rxe host's Python"
+    title = "the C extensions for the rxe host's Python"
 
     def find(self) -> Path | None:
         return find_extension()
