@@ -14,6 +14,7 @@ from struct import unpack
 from typing import NamedTuple
 
 from pvrdma_server.abi.layout import BigEndianLayout, CMapping, ReadableBuffer
+from pvrdma_server.abi.vmw_pvrdma_abi import NetworkHdrType
 
 GRH_SIZE = 40
 IPV4_HDR_SIZE = 20
@@ -21,6 +22,12 @@ MAD_SIZE = 256
 MAD_HDR_SIZE = 24
 MAD_BASE_VERSION = 1
 CM_CLASS_VERSION = 2
+
+GSI_QPN = 1
+GSI_QKEY = 0x8001_0000
+"""Key of every QP1. Source: InfiniBand Architecture Specification vol. 1, 13.5.3.3."""
+OWN_QKEY = 0x8000_0000
+"""A request's key with this bit set stands for the sending queue pair's own. Source: ibid., 10.2.4."""
 
 NEXT_HDR_IBA = 0x1B
 """`Grh.next_hdr` of RoCE v1 and InfiniBand."""
@@ -221,6 +228,14 @@ def pack_ipv4(
     return IPV4_HDR.pack(header._replace(checksum=ipv4_checksum(IPV4_HDR.pack(header))))
 
 
+def network_hdr_type(sgid: bytes, dgid: bytes, *, roce_v2: bool) -> NetworkHdrType:
+    """The header that a datagram between two GIDs travels with; what its completion says."""
+    if not roce_v2:
+        return NetworkHdrType.ROCE_V1
+    v4 = is_v4_mapped(sgid) and is_v4_mapped(dgid)
+    return NetworkHdrType.IPV4 if v4 else NetworkHdrType.IPV6
+
+
 def build_grh_area(
     sgid: bytes,
     dgid: bytes,
@@ -246,7 +261,7 @@ def build_grh_area(
     length = BTH_SIZE + DETH_SIZE + (payload_length + 3 & ~3) + ICRC_SIZE
     if roce_v2:
         length += UDP_HDR_SIZE
-        if is_v4_mapped(sgid) and is_v4_mapped(dgid):
+        if network_hdr_type(sgid, dgid, roce_v2=True) == NetworkHdrType.IPV4:
             header = pack_ipv4(
                 sgid[12:],
                 dgid[12:],
