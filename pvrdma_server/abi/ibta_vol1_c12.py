@@ -1,7 +1,8 @@
 """Messages of the communication manager: what a relay must read of them, and the two that it sends itself.
 
-Contract: pure formats over a whole 256-byte MAD, big-endian; fields of fewer bits than their word stand in its upper bits.
-The attribute ids are `mad.CmAttrId`. The specification's offsets count from behind the MAD header, these from its start.
+Contract: pure formats over a whole 256-byte MAD, big-endian; fields of fewer bits than their word stand in its upper
+bits. The attribute ids are `mad.CmAttrId`. The specification's offsets count from behind the MAD header, these from its
+start.
 
 Source: linux/include/rdma/ibta_vol1_c12.h, CM_*; InfiniBand Architecture Specification vol. 1, chapter 12.
 """
