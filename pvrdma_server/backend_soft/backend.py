@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from errno import EBUSY, EINVAL, ENOMEM, EOPNOTSUPP
 
+from pvrdma_server.abi.mad import GSI_QPN
 from pvrdma_server.abi.pvrdma_verbs import (
     PortAttr,
     PortCapFlags,
@@ -29,7 +30,6 @@ from pvrdma_server.backend_soft.codes import GSI, RC, UD
 from pvrdma_server.backend_soft.config import SoftConfig
 from pvrdma_server.backend_soft.context import Environment, Gid
 from pvrdma_server.backend_soft.counters import Counters
-from pvrdma_server.backend_soft.datagram import GSI_QPN
 from pvrdma_server.backend_soft.local_fabric import LocalFabric
 from pvrdma_server.backend_soft.memory import KeyTable, SoftMr, SoftPd
 from pvrdma_server.backend_soft.qp import SoftQp

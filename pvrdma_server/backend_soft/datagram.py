@@ -9,10 +9,9 @@ Source: InfiniBand Architecture Specification vol. 1, 9.8.3 (UD), 10.2.4 (Q_Key)
 
 from collections.abc import Sequence
 
-from pvrdma_server.abi.mad import GRH_SIZE, build_grh_area, is_v4_mapped
+from pvrdma_server.abi.mad import GRH_SIZE, OWN_QKEY, build_grh_area, network_hdr_type
 from pvrdma_server.abi.pvrdma_dev_api import GidType
 from pvrdma_server.abi.pvrdma_verbs import mtu_bytes
-from pvrdma_server.abi.vmw_pvrdma_abi import NetworkHdrType
 from pvrdma_server.backend import Completion, RecvWr, Refused, SendWr, Ud
 from pvrdma_server.backend_soft import wire
 from pvrdma_server.backend_soft.carrier import Carrier
@@ -42,14 +41,8 @@ from pvrdma_server.backend_soft.scatter import (
 from pvrdma_server.backend_soft.wire import DatagramMessage
 from pvrdma_server.errors import GuestError
 
-GSI_QPN = 1
-GSI_QKEY = 0x8001_0000
-_OWN_QKEY = 0x8000_0000
 _MULTICAST = 0xFF
 _V2 = int(GidType.ROCE_V2)
-_ROCE_V1 = int(NetworkHdrType.ROCE_V1)
-_IPV4 = int(NetworkHdrType.IPV4)
-_IPV6 = int(NetworkHdrType.IPV6)
 _OPCODES = (OP_SEND, OP_SEND_IMM)
 
 
@@ -148,7 +141,7 @@ class DatagramSender:
             flags |= wire.SOLICITED
         if wr.opcode == OP_SEND_IMM:
             flags |= wire.WITH_IMM
-        qkey = ctx.qkey if arm.qkey & _OWN_QKEY else arm.qkey
+        qkey = ctx.qkey if arm.qkey & OWN_QKEY else arm.qkey
         return wire.pack_datagram(
             wire.DATAGRAM, flags, av.hop_limit & 0xFF, wire.VERSION, arm.remote_qpn & 0xFFFFFF,
             ctx.qpn, source.gid_type, length, qkey, wr.imm,
@@ -249,6 +242,4 @@ def _grh_area(message: DatagramMessage) -> bytes:
 
 
 def _network_hdr_type(message: DatagramMessage) -> int:
-    if message.gid_type != _V2:
-        return _ROCE_V1
-    return _IPV4 if is_v4_mapped(message.sgid) and is_v4_mapped(message.dgid) else _IPV6
+    return network_hdr_type(message.sgid, message.dgid, roce_v2=message.gid_type == _V2)

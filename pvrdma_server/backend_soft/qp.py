@@ -9,6 +9,7 @@ Source: InfiniBand Architecture Specification vol. 1, 10.3.1 (states).
 
 from collections.abc import Callable, Sequence
 
+from pvrdma_server.abi.mad import GSI_QKEY
 from pvrdma_server.abi.pvrdma_verbs import QpAttr, QpAttrMask
 from pvrdma_server.backend import Completion, QpInit, QpOwner
 from pvrdma_server.backend_soft import wire
@@ -30,7 +31,7 @@ from pvrdma_server.backend_soft.codes import (
     WR_FLUSH_ERR,
 )
 from pvrdma_server.backend_soft.context import Environment, QpContext, RecvQueue
-from pvrdma_server.backend_soft.datagram import GSI_QKEY, DatagramReceiver, DatagramSender
+from pvrdma_server.backend_soft.datagram import DatagramReceiver, DatagramSender
 from pvrdma_server.backend_soft.memory import SoftPd
 from pvrdma_server.backend_soft.requester import Requester
 from pvrdma_server.backend_soft.responder import Responder

@@ -11,7 +11,7 @@ LEVELS = [
     {"abi"},
     {"guest_memory"},
     {"backend", "rings", "qp_state", "mad_frames"},
-    {"qp_ops"},
+    {"qp_ops", "gsi"},
     {"caps", "objects", "journal"},
     {"resources"},
     {"cmd_base"},
