@@ -7,6 +7,18 @@ from pathlib import Path
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--stress-seconds", type=float, default=60.0,
+        help="how long each test of scripts/test stress goes on (default: %(default)s)",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def stress_seconds(request: pytest.FixtureRequest) -> float:
+    return float(request.config.getoption("--stress-seconds"))
+
+
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """A folder with a short name: pytest's own, with the test's name and a run number, is too long for UNIX sockets."""

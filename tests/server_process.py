@@ -17,10 +17,10 @@ _LOOK_S = 0.01
 
 
 class ServerProcess:
-    """One server in `folder`, in the fabric `folder/fabric`."""
+    """One server in `folder`, in the fabric `folder/fabric`; `words` are more arguments for it."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+    def __init__(self, folder: Path, name: str, *words: str) -> None:
+        self.folder, self.name, self._words = folder, name, words
         self.socket = str(folder / f"{name}.sock")
         self._log = folder / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -31,6 +31,7 @@ class ServerProcess:
         argv = [
             sys.executable, "-m", "pvrdma_server", "--socket-path", self.socket, "--name", self.name,
             "--fabric", str(self.folder / "fabric"), "--status-socket", str(self.folder / self.name),
+            *self._words,
         ]  # fmt: skip
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=log)

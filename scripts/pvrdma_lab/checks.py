@@ -62,7 +62,7 @@ MODES = {
             Check("lint", "ruff", ("check",)),
             Check("format", "ruff", ("format", "--check")),
             Check("types", "mypy"),
-            Check("tests", "pytest", ("-m", "not (guest or host or nested)", "--durations=5")),
+            Check("tests", "pytest", ("-m", "not (guest or host or nested or stress)", "--durations=5")),
         ),
     ),
     "guest": Mode(
@@ -72,7 +72,7 @@ MODES = {
             Check(
                 "guests",
                 "pytest",
-                ("-v", "--durations=10", "-m", "not (matrix or soak)", "tests/vm"),
+                ("-v", "--durations=10", "-m", "not (matrix or soak or stress)", "tests/vm"),
             ),
         ),
     ),
@@ -80,6 +80,11 @@ MODES = {
         "five minutes of verified traffic around a ring of three guests; no part of all",
         GUEST_STEPS,
         (Check("soak", "pytest", ("-v", "-m", "soak", "tests/vm")),),
+    ),
+    "stress": Mode(
+        "programs that sleep on completion events, in guests and without; -- --stress-seconds N each; no part of all",
+        GUEST_STEPS,
+        (Check("stress", "pytest", ("-v", "-m", "stress", "tests/vfio", "tests/vm")),),
     ),
     "matrix": Mode(
         "every program of perftest with every size and option in a guest; not part of all",
@@ -97,7 +102,7 @@ MODES = {
         (Check("nested", "pvrdma_lab.host_tests", ("nested",)),),
     ),
 }
-ALL = tuple(mode for mode in MODES if mode not in ("matrix", "soak"))
+ALL = tuple(mode for mode in MODES if mode not in ("matrix", "soak", "stress"))
 
 
 @dataclass(slots=True)
