@@ -6,7 +6,7 @@ addresses mean the same to the guest, to the host device and to every peer; the 
 cannot carry it does not advertise: FAST_REG_MR and LOCAL_INV work on keys that the host's kernel would have to own.
 
 Read first: backend.py, then qp.py. The parts: host.py (pyverbs' values and errors), mapping.py (scattered pages to one
-mapping), memory.py (PDs and MRs), queues.py (completion queues), qp.py, srq.py, gsi.py (QP1), addresses.py (GIDs).
+mapping), memory.py (PDs and MRs), queues.py (completion queues), qp.py, srq.py, addresses.py (GIDs). QP1 is ../gsi.py.
 """
 
 from pvrdma_server.backend_ibv.addresses import AddressKeeper

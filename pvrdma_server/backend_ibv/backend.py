@@ -26,7 +26,6 @@ from pvrdma_server.backend import (
     Ud,
 )
 from pvrdma_server.backend_ibv.addresses import Addresses, AddressKeeper
-from pvrdma_server.backend_ibv.gsi import GsiQp
 from pvrdma_server.backend_ibv.host import EVENT, HostDevice, make_limits, make_port_attr, verb
 from pvrdma_server.backend_ibv.host_qp import HostQp
 from pvrdma_server.backend_ibv.memory import IbvPd, Registrar
@@ -34,6 +33,7 @@ from pvrdma_server.backend_ibv.qp import IbvQp
 from pvrdma_server.backend_ibv.queues import CompletionQueues
 from pvrdma_server.backend_ibv.srq import IbvSrq
 from pvrdma_server.errors import BackendError, ConfigError
+from pvrdma_server.gsi import Gsi
 from pvrdma_server.guest_memory import GuestMemory, GuestPages
 
 # Completions taken from one host queue in one `progress`: some hundred microseconds.
@@ -62,6 +62,11 @@ def _ignore(_event: int, _info: int) -> None:
 class IbvBackend:
     """A host RDMA device. Implements `backend.RdmaBackend`.
 
+    Args:
+        config: which device.
+        keeper: gives the host's netdev the guest's addresses.
+        gsi: QP1 in software, for the host's own belongs to its kernel; without, QP1 reaches this guest alone.
+
     Raises:
         ConfigError: the device cannot be used.
 
@@ -70,7 +75,7 @@ class IbvBackend:
         wait_fd: readable when `progress` has something to do.
     """
 
-    def __init__(self, config: IbvConfig, keeper: AddressKeeper) -> None:
+    def __init__(self, config: IbvConfig, keeper: AddressKeeper, gsi: Gsi | None = None) -> None:
         self._device = HostDevice(config.device, config.port)
         self.port = config.port
         self.limits = make_limits(self._device, config.node_guid)
@@ -84,7 +89,7 @@ class IbvBackend:
         self._numbers = itertools.count(1)
         self._qps: dict[int, IbvQp] = {}
         self._srqs: set[IbvSrq] = set()
-        self._gsi: GsiQp | None = None
+        self._gsi = gsi or Gsi()
         self._pds: list[IbvPd] = []
         self._log: Any = structlog.get_logger(component="backend_ibv", device=config.device)
         self._troubles: set[tuple[str, int]] = set()
@@ -97,6 +102,7 @@ class IbvBackend:
 
     def attach(self, memory: GuestMemory) -> None:
         """See `backend.RdmaBackend`."""
+        self._memory = memory
         self.registrar = Registrar(self._device, memory)
 
     def memory_mapped(self) -> None:
@@ -110,11 +116,14 @@ class IbvBackend:
 
     def add_gid(self, index: int, gid: bytes, gid_type: int) -> None:
         """See `backend.RdmaBackend`."""
+        # First who owns it: an address of another VM's must not come to this one's netdev.
+        self._gsi.add_gid(index, gid, gid_type)
         self.addresses.add(index, gid, gid_type)
 
     def remove_gid(self, index: int) -> None:
         """See `backend.RdmaBackend`."""
         self.addresses.remove(index)
+        self._gsi.remove_gid(index)
 
     def create_pd(self, *, privileged: bool) -> BackendPd:
         """See `backend.RdmaBackend`."""
@@ -163,10 +172,7 @@ class IbvBackend:
     ) -> BackendQp:
         """See `backend.RdmaBackend`."""
         if init.qp_type == QpType.GSI:
-            if self._gsi is not None:
-                raise BackendError(errno.EBUSY, "ibv_create_qp", "there is one QP1")
-            self._gsi = GsiQp(owner, self._forget_gsi)
-            return self._gsi
+            return self._gsi.create_qp(owner, self._memory, _host_pd(pd).dma_keys)
         assert srq is None or isinstance(srq, IbvSrq)
         if max(init.max_send_wr, init.max_recv_wr) > self.limits.max_qp_wr:
             raise BackendError(errno.EINVAL, "ibv_create_qp", "a queue beyond the device's limit")
@@ -175,12 +181,10 @@ class IbvBackend:
         self._qps[qp.qpn] = qp
         return qp
 
-    def _forget_gsi(self, _: GsiQp) -> None:
-        self._gsi = None
-
     def progress(self, budget_bytes: int) -> bool:
         """See `backend.RdmaBackend`."""
         more = self._drain()
+        more = self._gsi.progress() or more
         ready = {fd for fd, _ in self._epoll.poll(0, _MAX_EVENTS)}
         if self._device.async_fd in ready:
             self._take_events()
@@ -221,10 +225,12 @@ class IbvBackend:
     def reset(self) -> None:
         """See `backend.RdmaBackend`."""
         self.addresses.clear()
+        self._gsi.reset()
 
     def close(self) -> None:
         """See `backend.RdmaBackend`."""
         self.addresses.clear()
+        self._gsi.reset()
         self.cqs.close()
         self._epoll.close()
         self._device.close()
