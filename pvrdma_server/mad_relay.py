@@ -23,6 +23,7 @@ import structlog
 import trio
 
 from pvrdma_server.errors import BackendError
+from pvrdma_server.gsi import NoCarrier
 from pvrdma_server.mad_frames import (
     Connection,
     Datagram,
@@ -395,6 +396,24 @@ class MadRelay:
         if key not in self._told and len(self._told) < _MAX_TOLD:
             self._told.add(key)
             (self._log.error if error else self._log.warning)(event, once=True, **values)
+
+
+class NoRelay(NoCarrier):
+    """No hub is configured; the first datagram that goes nowhere says so. Implements `gsi.MadCarrier`."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def send(self, datagram: Datagram) -> bool:
+        """See `gsi.MadCarrier`."""
+        if not self._told:
+            self._told = True
+            structlog.get_logger(component="mad_relay").warning(
+                "gsi_send_dropped",
+                why="no MAD hub is configured (--mad-hub): rdma_cm connects inside this VM only",
+                once=True,
+            )
+        return False
 
 
 def _ignore(_datagram: Datagram) -> None:

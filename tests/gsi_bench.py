@@ -8,7 +8,7 @@ from pvrdma_server.abi.pvrdma_verbs import QpState
 from pvrdma_server.abi.vmw_pvrdma_abi import Sge, WrOpcode
 from pvrdma_server.backend import AddressVector, Arm, RecvWr, SendWr, Ud
 from pvrdma_server.errors import BackendError
-from pvrdma_server.gsi import Gsi
+from pvrdma_server.gsi import Gsi, MadCarrier
 from pvrdma_server.guest_memory import PAGE_SIZE, GuestMemory
 from pvrdma_server.mad_frames import Datagram
 
@@ -45,13 +45,18 @@ class FakeCarrier:
 class Qp1:
     """One guest's QP1, in RTS unless told otherwise, with GID `MINE` at index 0."""
 
-    def __init__(self, state: int = QpState.RTS, gid_type: int = GidType.ROCE_V2) -> None:
+    def __init__(
+        self,
+        state: int = QpState.RTS,
+        gid_type: int = GidType.ROCE_V2,
+        carrier: MadCarrier | None = None,
+    ) -> None:
         self.memory = GuestMemory()
         self.ram = [memoryview(bytearray(4 * PAGE_SIZE)) for _ in range(2)]
         for number, part in enumerate(self.ram):
             self.memory.add_region(BASE + number * len(part), len(part), part, writable=True)
         self.carrier = FakeCarrier()
-        self.gsi = Gsi(self.carrier)
+        self.gsi = Gsi(carrier or self.carrier)
         self.woken = 0
         self.gsi.on_work = self._wake
         self.gsi.add_gid(0, MINE, gid_type)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 from fake_hub import FakeHub
-from gsi_bench import MINE, PEER, from_peer
+from gsi_bench import BASE, MINE, PEER, Qp1, from_peer, sge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
@@ -27,7 +27,7 @@ from pvrdma_server.mad_frames import (
     Send,
     Unregister,
 )
-from pvrdma_server.mad_relay import MAX_OUTGOING_BYTES, MadRelay
+from pvrdma_server.mad_relay import MAX_OUTGOING_BYTES, MadRelay, NoRelay
 
 DEADLINE_S = 60.0
 OTHER = bytes(10) + b"\xff\xff\x0a\x00\x00\x09"
@@ -321,6 +321,16 @@ def test_a_link_that_ends_during_a_claim(hub: FakeHub) -> None:
             await until(lambda: gid_states(relay) == {MINE.hex(): "owned"})
 
     run(body)
+
+
+def test_without_a_hub_in_the_configuration_the_first_datagram_says_so() -> None:
+    bench = Qp1(carrier=NoRelay())
+    with capture_logs() as logs:
+        bench.send(sge(BASE, 256))
+        bench.send(sge(BASE, 256))
+    assert [wc.status for wc in bench.owner.sent] == [0, 0]
+    assert [line["event"] for line in logs] == ["gsi_send_dropped"]
+    assert bench.dropped == {"no_carrier": 2}
 
 
 @settings(
