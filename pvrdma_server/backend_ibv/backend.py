@@ -122,8 +122,9 @@ class IbvBackend:
 
     def remove_gid(self, index: int) -> None:
         """See `backend.RdmaBackend`."""
-        self.addresses.remove(index)
+        # The hub ends the GID's connections, for which the host's port must still have it.
         self._gsi.remove_gid(index)
+        self.addresses.remove(index)
 
     def create_pd(self, *, privileged: bool) -> BackendPd:
         """See `backend.RdmaBackend`."""
@@ -224,13 +225,13 @@ class IbvBackend:
 
     def reset(self) -> None:
         """See `backend.RdmaBackend`."""
-        self.addresses.clear()
         self._gsi.reset()
+        self.addresses.clear()
 
     def close(self) -> None:
         """See `backend.RdmaBackend`."""
-        self.addresses.clear()
         self._gsi.reset()
+        self.addresses.clear()
         self.cqs.close()
         self._epoll.close()
         self._device.close()
