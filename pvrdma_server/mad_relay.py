@@ -2,8 +2,9 @@
 
 Contract: implements `gsi.MadCarrier`. `run` is the task that keeps the link: it connects, registers the guest's GIDs,
 again after every loss, and hands what arrives to `on_datagram`. Everything else is synchronous and returns at once, but
-for `claim`: while the link is up it waits a moment for the hub's answer, so that the guest's CREATE_BIND can fail. A
-refusal that comes later is logged, shown in the status, and asked again from time to time. What the hub sends is
+for `claim` and `release`: while the link is up they wait a moment for the hub's answer, so that the guest's CREATE_BIND
+can fail, and a GID is still on the host's port when the hub ends its connections. A refusal that comes later is logged,
+shown in the status, and asked again from time to time. What the hub sends is
 checked; what makes no sense ends the link, never the server. Without a link datagrams are lost, as in a network, and
 the guest's connection manager repeats them.
 """
@@ -43,8 +44,8 @@ from pvrdma_server.mad_frames import (
     encode,
 )
 
-# How long CREATE_BIND, and with it a vCPU, waits for the hub's answer. A hub that is alive needs some hundred us.
-CLAIM_WAIT_S: Final = 0.1
+# How long CREATE_BIND or DESTROY_BIND, and with it a vCPU, waits for the hub. One that is alive needs some hundred us.
+ANSWER_WAIT_S: Final = 0.1
 # Between attempts to connect; CM repeats its messages every few seconds, so a hub that restarts is found in time.
 FIRST_RETRY_S: Final = 0.05
 LAST_RETRY_S: Final = 1.0
@@ -197,11 +198,7 @@ class MadRelay:
         claimed = self._claims[gid] = _Claimed(gid_type)
         if self._socket is None:
             return
-        # A hub that owes answers already is slow; a guest must not make us wait for it again and again.
-        prompt = not self._asked
-        self._ask(Register(gid, gid_type))
-        if prompt:
-            self._await(claimed)
+        self._ask_and_wait(Register(gid, gid_type))
         if claimed.state is Claim.REFUSED:
             del self._claims[gid]
             code = _ERRNO.get(claimed.code, errno.EADDRINUSE)
@@ -210,7 +207,7 @@ class MadRelay:
     def release(self, gid: bytes) -> None:
         """See `gsi.MadCarrier`."""
         if self._claims.pop(gid, None) is not None and self._socket is not None:
-            self._ask(Unregister(gid))
+            self._ask_and_wait(Unregister(gid))
 
     def send(self, datagram: Datagram) -> bool:
         """See `gsi.MadCarrier`."""
@@ -296,13 +293,20 @@ class MadRelay:
 
     # --- bytes -----------------------------------------------------------------------------------------------------
 
-    def _await(self, claimed: _Claimed) -> None:
-        """Take what the hub sends until a GID's claim is decided, or time is up."""
-        link, deadline_s = self._socket, time.monotonic() + CLAIM_WAIT_S
+    def _ask_and_wait(self, question: Register | Unregister) -> None:
+        # A hub that owes answers already is slow; a guest must not make us wait for it again and again.
+        prompt = not self._asked
+        self._ask(question)
+        if prompt:
+            self._wait_for_answers()
+
+    def _wait_for_answers(self) -> None:
+        """Take what the hub sends until it owes no answer, or time is up."""
+        link, deadline_s = self._socket, time.monotonic() + ANSWER_WAIT_S
         assert link is not None
         poll = select.poll()
         poll.register(link, select.POLLIN)
-        while claimed.state is Claim.ASKED:
+        while self._asked:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not poll.poll(1000 * left_s) or not self._read(link):
                 return

@@ -36,7 +36,7 @@ OTHER = bytes(10) + b"\xff\xff\x0a\x00\x00\x09"
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine may be slow; no test waits for it in vain."""
-    monkeypatch.setattr(mad_relay, "CLAIM_WAIT_S", 30.0)
+    monkeypatch.setattr(mad_relay, "ANSWER_WAIT_S", 30.0)
 
 
 @pytest.fixture
@@ -157,15 +157,15 @@ def test_a_refusal_that_comes_late_is_told_and_asked_again(
 def test_a_hub_that_does_not_answer_holds_up_one_command_only(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mad_relay, "CLAIM_WAIT_S", 0.01)
+    monkeypatch.setattr(mad_relay, "ANSWER_WAIT_S", 0.01)
     waits: list[float] = []
-    await_answer = MadRelay._await
+    wait = MadRelay._wait_for_answers
 
-    def counted(self: MadRelay, claimed: Any) -> None:
+    def counted(self: MadRelay) -> None:
         waits.append(1)
-        await_answer(self, claimed)
+        wait(self)
 
-    monkeypatch.setattr(MadRelay, "_await", counted)
+    monkeypatch.setattr(MadRelay, "_wait_for_answers", counted)
 
     async def body() -> None:
         async with running(hub.path) as relay:
@@ -262,7 +262,7 @@ def test_what_does_not_fit_waits_and_then_is_lost(hub: FakeHub) -> None:
 def test_registrations_that_do_not_fit_end_the_link_and_come_with_the_next(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mad_relay, "CLAIM_WAIT_S", 0.01)
+    monkeypatch.setattr(mad_relay, "ANSWER_WAIT_S", 0.01)
 
     async def body() -> None:
         async with running(hub.path) as relay:
