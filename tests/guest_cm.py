@@ -15,9 +15,16 @@ from guest_qp import Qp
 from guest_srq import Ah
 from guest_verbs import Buffer, Cq, Kernel
 
-from pvrdma_server.abi.mad import GRH_SIZE, GSI_QKEY, MAD_HDR_SIZE, MAD_SIZE, parse_grh_area
+from pvrdma_server.abi.mad import (
+    GRH_SIZE,
+    GSI_QKEY,
+    MAD_HDR_SIZE,
+    MAD_SIZE,
+    CmAttrId,
+    parse_grh_area,
+)
 from pvrdma_server.abi.pvrdma_verbs import QpState, QpType
-from pvrdma_server.abi.vmw_pvrdma_abi import WcFlags, WcStatus
+from pvrdma_server.abi.vmw_pvrdma_abi import Cqe, WcFlags, WcStatus
 
 RECEIVES = 64
 SENDS = 16
@@ -91,10 +98,10 @@ class CmAgent:
         self.qp.send_to(Ah(dgid), 1, *parts, wr_id=number, qkey=GSI_QKEY)
         self._finish(self.qp.send_cq.poll())
 
-    def _finish(self, completions: list[object]) -> None:
+    def _finish(self, completions: list[Cqe]) -> None:
         for wc in completions:
-            assert wc.status == WcStatus.SUCCESS, wc  # type: ignore[attr-defined]
-            self._free.append(wc.wr_id)  # type: ignore[attr-defined]
+            assert wc.status == WcStatus.SUCCESS, wc
+            self._free.append(wc.wr_id)
 
     def receive(self) -> None:
         """Take what has come."""
@@ -145,7 +152,7 @@ class CmAgent:
         return self.wait(lambda m: m.attr_id in kinds and (to is None or m.remote_id == to))
 
 
-CM_NAMES = {int(kind): kind.name for kind in cm.CmAttrId}
+CM_NAMES = {int(kind): kind.name for kind in CmAttrId}
 
 
 class Connection(NamedTuple):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class HostServer:
         *,
         netns: str | None = None,
         policy: str = "add",
+        more: Sequence[str] = (),
     ) -> None:
         self.gid = v4_gid(address)
         self.address = address
@@ -35,6 +37,7 @@ class HostServer:
         self.folder = folder
         self.netns = netns
         self.policy = policy
+        self.more = more
         self.socket = str(folder / "vfio.sock")
         self.log = folder / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -45,7 +48,7 @@ class HostServer:
         argv += [
             sys.executable, "-m", "pvrdma_server", "--socket-path", self.socket, "--backend", "ibv",
             "--ibdev", self.device, "--gid-policy", self.policy, "--state-dir", str(self.folder),
-            "--status-socket", str(self.folder / "status.sock"),
+            "--status-socket", str(self.folder / "status.sock"), *self.more,
         ]  # fmt: skip
         Path(self.socket).unlink(missing_ok=True)
         with self.log.open("ab") as log:
