@@ -35,6 +35,7 @@ setup(
     cffi_modules=[
         "pvrdma_server/_vfu_build.py:ffibuilder",
         "pvrdma_server/_watch_build.py:ffibuilder",
+        "pvrdma_server/_ring_build.py:ffibuilder",
     ],
     cmdclass={"build_py": BuildWithLicenses},
     data_files=[

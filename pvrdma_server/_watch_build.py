@@ -29,7 +29,7 @@ from cffi import FFI
 _CDEF = """
 #define WATCH_LIMIT ...
 struct watch;
-struct watch *watch_open(int64_t spin_ns, int64_t min_sleep_ns, int64_t max_sleep_ns);
+struct watch *watch_open(int64_t spin_ns, int64_t min_sleep_ns, int64_t max_sleep_ns, uint8_t *signalled);
 int watch_fd(struct watch *);
 int watch_add(struct watch *, const uint32_t *words);
 void watch_rearm(struct watch *, int token);
@@ -84,7 +84,8 @@ struct watch {
     int used;       /* all slots from here on are free */
     int first_free; /* all slots below are not */
     int fired;      /* list by next_fired, -1 at its end */
-    bool signalled, stop;
+    bool stop;
+    uint8_t *signalled; /* our caller's byte; others read it without the mutex */
     int64_t deadline_ns, wake_ns; /* INT64_MAX: never */
 };
 
@@ -134,9 +135,9 @@ static bool look(struct watch *w, int slot)
 
 static void signal_fd(struct watch *w)
 {
-    if (!w->signalled)
+    if (!*w->signalled)
         eventfd_write(w->event_fd, 1);
-    w->signalled = true;
+    __atomic_store_n(w->signalled, 1, __ATOMIC_RELAXED);
 }
 
 /* With the mutex held: an entry was armed. Its words may differ already; if not, the thread must not oversleep. */
@@ -241,7 +242,7 @@ static void release(struct watch *w)
 }
 
 /* The kernel's timer is the deadline: one wake-up, where the thread would be a second. NULL and errno on failure. */
-struct watch *watch_open(int64_t spin_ns, int64_t min_sleep_ns, int64_t max_sleep_ns)
+struct watch *watch_open(int64_t spin_ns, int64_t min_sleep_ns, int64_t max_sleep_ns, uint8_t *signalled)
 {
     struct watch *w = calloc(1, sizeof *w);
     struct epoll_event in = {.events = EPOLLIN};
@@ -249,6 +250,7 @@ struct watch *watch_open(int64_t spin_ns, int64_t min_sleep_ns, int64_t max_slee
     if (!w)
         return NULL;
     w->spin_ns = spin_ns, w->min_sleep_ns = min_sleep_ns, w->max_sleep_ns = max_sleep_ns;
+    w->signalled = signalled;
     w->fired = -1, w->deadline_ns = w->wake_ns = INT64_MAX;
     pthread_mutex_init(&w->mutex, NULL);
     pthread_condattr_init(&attr);
@@ -343,9 +345,9 @@ int watch_fired(struct watch *w, int *tokens, int room)
     eventfd_t ignored;
     struct itimerspec off = {0};
     enter(w);
-    if (w->signalled)
+    if (*w->signalled)
         eventfd_read(w->event_fd, &ignored);
-    w->signalled = false;
+    __atomic_store_n(w->signalled, 0, __ATOMIC_RELAXED);
     if (w->deadline_ns <= now_ns()) {
         timerfd_settime(w->timer_fd, TFD_TIMER_ABSTIME, &off, NULL);
         w->deadline_ns = INT64_MAX;

@@ -41,8 +41,8 @@ from pvrdma_server.watcher import make_watcher
 
 # The device's class: network controller, other. Drivers do not look at it. Source: QEMU's removed device.
 PCI_CLASS: Final = 0x028000
-# Bytes the work task copies before other tasks get their turn: about 100 us of memcpy.
-WORK_BUDGET: Final = 1 << 20
+# Bytes the work task copies before other tasks get their turn: about 300 us of memcpy.
+WORK_BUDGET: Final = 4 << 20
 # How often to look whether the guest has drained a full event ring (it does so without a doorbell).
 RETRY_NS: Final = 5_000_000
 # How long a completion lies unconsumed before a process is told that it is there (mapped doorbells only): longer than a
@@ -163,6 +163,8 @@ class Server:
         )
         # With trapped doorbells the watcher watches nothing and is a clock with microseconds, which epoll lacks.
         self._watcher = make_watcher()
+        if self._fabric is not None:
+            self._fabric.yield_to(self._watcher.signalled)
         mapped = config.device.mapped_doorbells
         self.device = PvrdmaDevice(
             self.backend, self, config.device, self._watcher if mapped else None

@@ -60,9 +60,15 @@ PYTHON_POLICY: Final = SleepPolicy(0, 500_000, 10_000_000)
 
 
 class RingWatcher(Protocol):
-    """What the module's docstring describes."""
+    """What the module's docstring describes.
+
+    Attributes:
+        fd: readable when a ring fired or the deadline has come.
+        signalled: one byte, not 0 while a ring has fired that `fired` has not told; for who cannot look at `fd`.
+    """
 
     fd: int
+    signalled: memoryview
 
     def add(self, state: memoryview) -> int:
         """Watch the 8 bytes `state` (contiguous, aligned to 4). Armed at once. Returns a token.
@@ -127,14 +133,16 @@ class CWatcher:
 
     def __init__(self, policy: SleepPolicy = C_POLICY) -> None:
         self._lib = _extension.lib
-        self._watch = self._lib.watch_open(*policy)
+        flag = _extension.ffi.new("uint8_t[1]")
+        self.signalled = memoryview(_extension.ffi.buffer(flag)).toreadonly()
+        self._watch = self._lib.watch_open(*policy, flag)
         if not self._watch:
             raise OSError(_extension.ffi.errno, os.strerror(_extension.ffi.errno))
         self.fd: int = self._lib.watch_fd(self._watch)
         self._tokens = _extension.ffi.new("int[]", _BATCH)
         self._held: dict[int, _Held] = {}
         # Also when a watcher is dropped or the interpreter ends: the thread must be gone before the memory is.
-        self._stop = weakref.finalize(self, _close_c, self._watch, self._held)
+        self._stop = weakref.finalize(self, _close_c, self._watch, self._held, flag)
 
     def add(self, state: memoryview) -> int:
         """See `RingWatcher`."""
@@ -183,7 +191,8 @@ class CWatcher:
         self.fd = -1
 
 
-def _close_c(watch: Any, held: dict[int, _Held]) -> None:
+def _close_c(watch: Any, held: dict[int, _Held], _flag: Any) -> None:
+    # The thread writes the flag until it ends.
     _extension.lib.watch_close(watch)
     for each in held.values():
         each.let_go()
@@ -208,11 +217,13 @@ class _Shared:
     change: threading.Condition = field(default_factory=threading.Condition)
     entries: dict[int, _Entry] = field(default_factory=dict)
     fired: list[int] = field(default_factory=list)
+    signalled: bytearray = field(default_factory=lambda: bytearray(1))
     deadline_ns: int = _NEVER
     sleep_ns: int = 0
     stop: bool = False
 
     def signal(self) -> None:
+        self.signalled[0] = bool(self.fired)
         os.eventfd_write(self.event_fd, 1)
 
     def look(self, token: int, entry: _Entry) -> bool:
@@ -262,6 +273,7 @@ class PythonWatcher:
     def __init__(self, policy: SleepPolicy = PYTHON_POLICY) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._shared = _Shared(policy, self.fd)
+        self.signalled = memoryview(self._shared.signalled).toreadonly()
         self._next_token = count()
         thread = threading.Thread(target=self._shared.run, name="ring-watcher", daemon=True)
         thread.start()
@@ -305,6 +317,7 @@ class PythonWatcher:
                 with suppress(BlockingIOError):
                     os.eventfd_read(shared.event_fd)
             tokens, shared.fired = shared.fired, []
+            shared.signalled[0] = 0
         return tokens
 
     def set_deadline(self, when_ns: int | None) -> None:

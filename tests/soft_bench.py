@@ -77,6 +77,9 @@ class FaultyPort:
             self.endpoint.receive(back, header, payload)
         return count
 
+    def linger(self) -> bool:
+        return False
+
     def leave(self) -> None:
         self.inbox.clear()
 

@@ -49,6 +49,8 @@ POLL_MESSAGES = 32
 # What one message costs beside its copy, in bytes that could have been copied meanwhile: stops a
 # flood of small messages from making one `progress` endless.
 MESSAGE_COST_BYTES = 4096
+# What waiting a moment for a peer costs, likewise.
+LINGER_COST_BYTES = 256 << 10
 _TYPES = (RC, UD, GSI)
 
 
@@ -234,7 +236,10 @@ class SoftBackend:
                     received = env.counters.rx_bytes - received
                     budget_bytes -= received + messages * MESSAGE_COST_BYTES
                 elif not env.ready:
-                    break
+                    # Who has little time does not wait: somebody with more will.
+                    if budget_bytes < LINGER_COST_BYTES or not env.port.linger():
+                        break
+                    budget_bytes -= LINGER_COST_BYTES
                 budget_bytes -= self._turns(budget_bytes)
             env.timers.fire(env.now_ns)
         finally:

@@ -54,6 +54,13 @@ class Port(Protocol):
     def poll(self, messages: int) -> int:
         """Hand up to `messages` arrived messages to the endpoint; how many it were."""
 
+    def linger(self) -> bool:
+        """Nobody has anything to do: wait some microseconds for messages or room, or have peers ring for them.
+
+        True when there is something; False when there is not, or when somebody else wants to run (then
+        `pending` says that there may be more).
+        """
+
     @property
     def pending(self) -> bool:
         """Whether messages wait."""

@@ -106,6 +106,10 @@ class LocalPort:
                 self.busy.append(link)
         return count
 
+    def linger(self) -> bool:
+        """See `Port`. Whoever sends is in this process, and would not run meanwhile."""
+        return False
+
     def leave(self) -> None:
         """Give up every GID, forget every link, on both sides."""
         for gid in [gid for gid, owner in self.fabric.owners.items() if owner is self]:

@@ -123,6 +123,11 @@ class ShmFabric:
         self._port = ShmPort(endpoint, self._folder, self, self._clock_ns)
         return self._port
 
+    def yield_to(self, signalled: memoryview) -> None:
+        """Never wait for a peer while this byte is not 0: somebody else has something to do."""
+        if self._port is not None:
+            self._port.stop = signalled
+
     def ready(self) -> None:
         """Do what there is to do."""
         for fd, _ in self._epoll.poll(0, _MAX_EVENTS):

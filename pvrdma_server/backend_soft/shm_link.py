@@ -11,6 +11,7 @@ import mmap
 import socket
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from pvrdma_server.backend_soft.native import LINGER_PAYS, Linger, Lingered, make_linger
 from pvrdma_server.backend_soft.shm_ring import RingFault, RingReader, RingWriter
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 # Bells heard per look: stops a peer that rings without end from keeping us at its socket.
 _MAX_BELLS: Final = 64
 _BELL: Final = b"\x01"
-# Looks at an empty ring before its peer has to ring the bell: a wake-up costs both sides more than some
-# looks do. A link whose last such looks were in vain gets none, but for one time in so many.
-_LINGER_LOOKS: Final = 6
+# How long to look at a ring that is empty before its peer must ring the bell: a wake-up costs both sides about as
+# much. A link that was looked at in vain so many times in a row is looked at no more, but for one sleep in so many.
+LINGER_NS: Final = 40_000
 _LINGER_CREDIT: Final = 4
 _LINGER_PROBE: Final = 16
 
@@ -50,7 +51,7 @@ class ShmLink:
     """
 
     __slots__ = (
-        "_credit", "_looks", "_port", "_rings", "_sleeps", "_sock", "broken", "busy", "dropping",
+        "_credit", "_linger", "_port", "_rings", "_sleeps", "_sock", "broken", "busy", "dropping",
         "ending", "lost", "name", "peer_id", "reader", "refused", "rung", "seen_tail", "since_ns", "uid", "writer",
     )  # fmt: skip
 
@@ -63,7 +64,8 @@ class ShmLink:
         self.reader: RingReader | None = None
         self.broken: str | None = None
         self.refused = self.dropping = self.busy = self.ending = False
-        self._credit, self._looks, self._sleeps = 1, 0, 0
+        self._credit, self._sleeps = 1, 0
+        self._linger: Linger | None = None
         self.lost = self.rung = self.seen_tail = self.since_ns = 0
 
     def come_up(self, sock: socket.socket, rings: Rings, name: str) -> None:
@@ -73,12 +75,16 @@ class ShmLink:
             self.writer = RingWriter(view)
         with memoryview(rings.into) as view:
             self.reader = RingReader(view)
+        self._linger = make_linger(self.reader.head_word, self.writer.room_word, self._port.stop)
 
     def close(self) -> None:
         """Let everything go; from now on `send` takes and loses. The port forgets us elsewhere."""
         self.dropping = True
         writer, reader = self.writer, self.reader
         self.writer = self.reader = None
+        if self._linger is not None:
+            self._linger.release()
+            self._linger = None
         if writer is not None and reader is not None:
             writer.release()
             reader.release()
@@ -112,6 +118,9 @@ class ShmLink:
             return True
         if writer.reader_sleeps():
             self.ring_bell()
+        if not self.busy:
+            # An answer will come soon.
+            self._port.look_at(self)
         return True
 
     def _no_room(self) -> bool:
@@ -169,30 +178,39 @@ class ShmLink:
             self._port.fault(self, str(fault))
             return 0
 
-    def came(self) -> None:
-        """Something was delivered."""
-        if self._looks:
+    def lingers(self) -> Lingered:
+        """Look at an empty ring, and one that had no room, for a moment before going to sleep."""
+        reader, writer, linger = self.reader, self.writer, self._linger
+        if reader is None or writer is None or linger is None or self.ending or self.broken:
+            return Lingered.NOTHING
+        if self._credit <= 0:
+            self._sleeps += 1
+            if not LINGER_PAYS or self._sleeps % _LINGER_PROBE:
+                return Lingered.NOTHING
+        seen = linger.wait(reader.seen, writer.tail if self.refused else None, LINGER_NS)
+        if seen == Lingered.CHANGED:
             self._credit = _LINGER_CREDIT
-            self._looks = 0
+            if self.refused and self.moved():
+                self._port.has_room(self)
+        elif seen == Lingered.NOTHING:
+            self._credit -= self._credit > 0
+        return Lingered(seen)
 
-    def lingers(self) -> bool:
-        """Whether to look again in a moment at a ring that was empty, before going to sleep."""
-        if self._credit > 0 and self._looks < _LINGER_LOOKS and not self.ending:
-            self._looks += 1
-            return True
-        self._credit -= bool(self._looks)
-        self._looks = 0
-        self._sleeps += 1
-        if self._credit <= 0 and self._sleeps % _LINGER_PROBE == 0:
-            self._credit = 1
-        return False
+    def awake(self) -> None:
+        """We look by ourselves from now on: the peer need not ring for messages."""
+        if self.reader is not None:
+            self.reader.awake()
 
     def sleeps(self) -> bool:
-        """Have the peer ring when something comes; False when something is there."""
-        if self.reader is None or self.broken is not None:
+        """Have the peer ring when something comes, or makes room for who waits; False when it has already."""
+        reader, writer = self.reader, self.writer
+        if reader is None or writer is None or self.broken is not None:
             return True
         try:
-            return self.reader.sleep_untrusted()
+            if self.refused and not writer.sleep_untrusted():
+                self._port.has_room(self)
+                return False
+            return reader.sleep_untrusted()
         except RingFault as fault:
             self._port.fault(self, str(fault))
             return True

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from pvrdma_server.backend_soft.carrier import Carrier, Endpoint
 from pvrdma_server.backend_soft.local_fabric import LocalFabric
+from pvrdma_server.backend_soft.native import Lingered
 from pvrdma_server.backend_soft.shm_folder import FabricFolder
 from pvrdma_server.backend_soft.shm_link import ShmLink
 
@@ -34,7 +35,12 @@ class Connector(Protocol):
 
 
 class ShmPort:
-    """See `Port`. `links`: by server id, those that are up and those that connect."""
+    """See `Port`.
+
+    Attributes:
+        links: by server id, those that are up and those that connect.
+        stop: a byte that is not 0 when there is something to do elsewhere.
+    """
 
     def __init__(
         self,
@@ -44,6 +50,7 @@ class ShmPort:
         clock_ns: Callable[[], int],
     ) -> None:
         self.endpoint = endpoint
+        self.stop: memoryview | None = None
         self.links: dict[str, ShmLink] = {}
         self._folder, self._connector, self._clock_ns = folder, connector, clock_ns
         self._local = LocalFabric().join(endpoint)
@@ -105,25 +112,34 @@ class ShmPort:
     def poll(self, messages: int) -> int:
         """Hand up to `messages` arrived messages to the endpoint, link by link."""
         count = self._local.poll(messages) if self._local.busy else 0
-        busy, lingering = self._busy, []
+        busy = self._busy
+        empty: list[ShmLink] = []
         while busy and count < messages:
             link = busy.popleft()
             # Every link has a like share: a peer that floods us delays nobody else's.
             share = max(1, (messages - count) // (len(busy) + 1))
             taken = link.deliver(share)
             count += taken
-            if taken:
-                link.came()
-            if taken == share:
-                busy.append(link)
-            elif link.lingers() or not link.sleeps():
-                lingering.append(link)
-            else:
-                self._asleep(link)
-        busy.extend(lingering)
+            (busy if taken == share else empty).append(link)
+        busy.extend(empty)
         if self._broken:
             self.end_broken()
         return count
+
+    def linger(self) -> bool:
+        """See `Port`. Only one peer is waited for: where there are more, there is enough to do."""
+        busy = self._busy
+        if len(busy) == 1:
+            seen = busy[0].lingers()
+            if seen != Lingered.NOTHING:
+                return seen == Lingered.CHANGED
+        for _ in range(len(busy)):
+            link = busy.popleft()
+            if link.sleeps():
+                self._asleep(link)
+            else:
+                busy.append(link)
+        return bool(busy)
 
     def _asleep(self, link: ShmLink) -> None:
         link.busy = False
@@ -134,6 +150,7 @@ class ShmPort:
         """Something may have arrived."""
         if not link.busy:
             link.busy = True
+            link.awake()
             self._busy.append(link)
             self.endpoint.wake()
 
@@ -157,6 +174,7 @@ class ShmPort:
         link.refused = True
         link.since_ns = self._clock_ns()
         self._refusing[link] = None
+        self.look_at(link)
         self._connector.kick()
 
     def has_room(self, link: ShmLink) -> None:

@@ -18,12 +18,11 @@ its flag, then looks once more; whoever moves an index does so before it looks a
 fence stands between the two, on both sides, so no wake-up is lost.
 """
 
-import platform
-import threading
 from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Final
 
+from pvrdma_server.backend_soft.native import full_fence, order_fence
 from pvrdma_server.backend_soft.wire import HEADER_BYTES, MAX_CHUNK_BYTES
 from pvrdma_server.errors import GuestError
 
@@ -52,29 +51,6 @@ class RingFault(GuestError):
     kind = "ring_fault"
 
 
-def _make_fence() -> Callable[[], object]:
-    # Taking a lock is an atomic read-modify-write, which on x86 orders everything.
-    lock = threading.Lock()
-
-    def fence() -> None:
-        lock.acquire()
-        lock.release()
-
-    return fence
-
-
-full_fence: Callable[[], object] = _make_fence()
-# x86 keeps stores in order and loads in order by itself; elsewhere publishing needs the fence, too.
-_IN_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
-
-
-def _nothing() -> None:
-    """The machine orders it."""
-
-
-order_fence: Callable[[], object] = _nothing if _IN_ORDER else full_fence
-
-
 def ring_size_ok(capacity: int) -> bool:
     """Whether rings of this many bytes are spoken here."""
     return MIN_RING_BYTES <= capacity <= MAX_RING_BYTES and not capacity & (capacity - 1)
@@ -99,7 +75,7 @@ class RingWriter:
         self.head = self.tail = self.messages = 0
 
     def put(self, header: bytes, payload: Sequence[memoryview]) -> bool:
-        """Write a message, whole; False when there is no room: then the bell rings when there is.
+        """Write a message, whole; False when there is no room.
 
         Raises:
             RingFault: the consumer's index is impossible.
@@ -109,7 +85,7 @@ class RingWriter:
             length += len(view)
         end = self.head + HEADER_BYTES + (length + _ALIGN & ~_ALIGN)
         limit = self._limit if length > SMALL_BYTES else self._capacity
-        if end - self.tail > limit and not self._make_room_untrusted(end - limit):
+        if end - self.tail > limit and self.look_untrusted() < end - limit:
             return False
         data = self._data
         at = self.head & self._mask
@@ -138,15 +114,19 @@ class RingWriter:
                 body += len(part)
                 view = view[len(part) :]
 
-    def _make_room_untrusted(self, need_tail: int) -> bool:
-        if self.look_untrusted() >= need_tail:
-            return True
+    def sleep_untrusted(self) -> bool:
+        """Ask for the bell once there is room. False when some was made since the last look: nothing is asked for.
+
+        Raises:
+            RingFault: the consumer's index is impossible.
+        """
+        seen = self.tail
         self._words[_WANTS] = 1
         full_fence()
-        if self.look_untrusted() < need_tail:
-            return False
+        if self.look_untrusted() == seen:
+            return True
         self._words[_WANTS] = 0
-        return True
+        return False
 
     def look_untrusted(self) -> int:
         """The consumer's index as it is now.
@@ -168,6 +148,11 @@ class RingWriter:
         # Before the bell, not after it: a consumer that is awake may be asleep again by then.
         self._words[_ASLEEP] = 0
         return True
+
+    @property
+    def room_word(self) -> memoryview:
+        """The consumer's index, as memory."""
+        return self._words[_TAIL : _TAIL + 1]
 
     def gids_changed(self) -> None:
         """Tell the consumer, when it looks next, that we own other GIDs than before."""
@@ -264,6 +249,20 @@ class RingReader:
             return True
         self._words[_ASLEEP] = 0
         return False
+
+    @property
+    def seen(self) -> int:
+        """The producer's index as it was when it was looked at last."""
+        return self._head
+
+    @property
+    def head_word(self) -> memoryview:
+        """The producer's index, as memory."""
+        return self._words[_HEAD : _HEAD + 1]
+
+    def awake(self) -> None:
+        """No bell is needed from now on."""
+        self._words[_ASLEEP] = 0
 
     def gids_changed(self) -> bool:
         """Whether the producer owns other GIDs than when this was asked last."""

@@ -15,7 +15,12 @@ from pvrdma_lab.steps import StepError, StepLog, remove_tree
 _PYPROJECT = paths.REPOSITORY / "pyproject.toml"
 _LIBRARY_SCRIPT = paths.REPOSITORY / "scripts" / "build-libvfio-user"
 # What the compiled extension is made of, besides the library.
-_EXTENSION_SOURCES = ("setup.py", "pvrdma_server/_vfu_build.py")
+_EXTENSION_SOURCES = (
+    "setup.py",
+    "pvrdma_server/_vfu_build.py",
+    "pvrdma_server/_watch_build.py",
+    "pvrdma_server/_ring_build.py",
+)
 
 
 def find_library() -> Path | None:
@@ -52,7 +57,9 @@ def _venv() -> Path:
 def _extension_key() -> str:
     sources = [paths.REPOSITORY / name for name in _EXTENSION_SOURCES]
     sources += sorted((paths.REPOSITORY / "pvrdma_server").rglob("*.c"))
-    contents = [path.read_bytes() for path in sources if path.exists() and path.name != "_vfu.c"]
+    # What cffi writes is made of the sources above.
+    made = {"_vfu.c", "_watch.c", "_ring.c"}
+    contents = [path.read_bytes() for path in sources if path.exists() and path.name not in made]
     return paths.key(str(find_library()), *contents)
 
 

@@ -58,7 +58,7 @@ class End:
 
     def step(self) -> None:
         self.fabric.ready()
-        while self.port.poll(64):
+        while self.port.poll(64) or self.port.linger():
             pass
 
     def send(self, gid: bytes, payload: bytes = b"", tag: int = 0) -> bool:

@@ -103,12 +103,25 @@ def test_full_says_no_and_rings_once_there_is_half() -> None:
     while ring.put(bytes(8192)):
         sent += 1
     assert sent == (CAPACITY - RESERVE_BYTES) // (8192 + HEADER_BYTES)
+    # Who looks by itself wants no bell.
+    assert ring.words[WANTS] == 0
+    assert ring.writer.sleep_untrusted()
     assert ring.words[WANTS] == 1
     ring.take(1)
     assert ring.bells == 0
     ring.take()
     assert ring.bells == 1
     assert len(ring.got) == sent
+    assert ring.put(bytes(8192))
+
+
+def test_room_that_is_made_before_the_sleep_is_seen() -> None:
+    ring = Ring()
+    while ring.put(bytes(8192)):
+        pass
+    ring.take(1)
+    assert not ring.writer.sleep_untrusted()
+    assert ring.words[WANTS] == 0
     assert ring.put(bytes(8192))
 
 

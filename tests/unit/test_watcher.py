@@ -117,6 +117,19 @@ def test_fires_once_until_rearmed(watcher: RingWatcher, rings: Rings) -> None:
     watcher.close()
 
 
+def test_the_byte_says_what_the_descriptor_says(watcher: RingWatcher, rings: Rings) -> None:
+    watcher.add(rings.state())
+    assert watcher.signalled[0] == 0
+    rings.post()
+    assert readable(watcher)
+    assert watcher.signalled[0] == 1
+    watcher.fired()
+    assert watcher.signalled[0] == 0
+    signalled = watcher.signalled
+    watcher.close()
+    assert signalled[0] == 0
+
+
 def test_rearm_fires_when_words_differ_already(watcher: RingWatcher, rings: Rings) -> None:
     token = watcher.add(rings.state())
     for _ in range(100):

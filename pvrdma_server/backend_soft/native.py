@@ -1,0 +1,129 @@
+"""What rings in shared memory need and Python lacks: fences, and a look that lasts a moment without the GIL.
+
+Contract: every class here has two forms, in C (`_ring_build`) and in Python, with the same results; the one in C is
+taken where the extension is built. Views given to a constructor are held until `release`.
+"""
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Final, Protocol
+
+try:
+    from pvrdma_server import _ring
+except ImportError:  # not built: the forms in Python
+    _extension: Any = None
+else:
+    _extension = _ring
+
+# x86 keeps stores in order and loads in order by itself; elsewhere publishing needs the fence, too.
+_IN_ORDER: Final = platform.machine() in ("x86_64", "AMD64", "i686")
+# Somebody else must be able to run meanwhile, or waiting is only in the way.
+LINGER_PAYS: Final = len(os.sched_getaffinity(0)) > 1
+
+
+def _make_fence() -> Callable[[], object]:
+    # Taking a lock is an atomic read-modify-write, which on x86 orders everything.
+    lock = threading.Lock()
+
+    def fence() -> None:
+        lock.acquire()
+        lock.release()
+
+    return fence
+
+
+def _nothing() -> None:
+    """The machine orders it."""
+
+
+full_fence: Final[Callable[[], object]] = (
+    _make_fence() if _extension is None else _extension.lib.ring_fence
+)
+"""Nothing before it is reordered with anything after it."""
+order_fence: Final[Callable[[], object]] = _nothing if _IN_ORDER else full_fence
+"""Stores before it become visible before stores after it, and loads likewise."""
+
+
+class Lingered(IntEnum):
+    """What `Linger.wait` saw."""
+
+    NOTHING = 0
+    CHANGED = 1
+    STOPPED = 2
+
+
+class Linger(Protocol):
+    """Looks at an index of each of a link's rings, and at a byte that says that something else is to be done."""
+
+    def wait(self, head: int, room: int | None, limit_ns: int) -> int:
+        """Look until an index is not `head`, or not `room` (None: never mind), the byte is set, or time is up."""
+
+    def release(self) -> None:
+        """Let the views go."""
+
+
+class PythonLinger:
+    """See `Linger`. Holds the GIL.
+
+    Args:
+        head, room: views that begin with the 64-bit index.
+        stop: a view that begins with the byte, or None.
+    """
+
+    def __init__(self, head: memoryview, room: memoryview, stop: memoryview | None) -> None:
+        self._head = memoryview(head).cast("B")[:8].cast("Q")
+        self._room = memoryview(room).cast("B")[:8].cast("Q")
+        self._stop = stop
+
+    def wait(self, head: int, room: int | None, limit_ns: int) -> int:
+        """See `Linger`."""
+        end_ns = time.monotonic_ns() + limit_ns
+        heads, rooms, stop = self._head, self._room, self._stop
+        while True:
+            if heads[0] != head or (room is not None and rooms[0] != room):
+                return Lingered.CHANGED
+            if stop is not None and stop[0]:
+                return Lingered.STOPPED
+            if time.monotonic_ns() >= end_ns:
+                return Lingered.NOTHING
+
+    def release(self) -> None:
+        """See `Linger`."""
+        self._head.release()
+        self._room.release()
+
+
+class CLinger:
+    """See `Linger` and, for the arguments, `PythonLinger`."""
+
+    def __init__(self, head: memoryview, room: memoryview, stop: memoryview | None) -> None:
+        ffi = _extension.ffi
+        self._wait = _extension.lib.ring_linger
+        self._head = ffi.from_buffer("uint64_t[]", head)
+        self._room = ffi.from_buffer("uint64_t[]", room)
+        self._stop = ffi.NULL if stop is None else ffi.from_buffer("uint8_t[]", stop)
+        self._null = ffi.NULL
+
+    def wait(self, head: int, room: int | None, limit_ns: int) -> int:
+        """See `Linger`."""
+        if room is None:
+            seen: int = self._wait(self._head, head, self._null, 0, self._stop, limit_ns)
+        else:
+            seen = self._wait(self._head, head, self._room, room, self._stop, limit_ns)
+        return seen
+
+    def release(self) -> None:
+        """See `Linger`."""
+        _extension.ffi.release(self._head)
+        _extension.ffi.release(self._room)
+
+
+def make_linger(head: memoryview, room: memoryview, stop: memoryview | None) -> Linger:
+    """The form that this machine has."""
+    if _extension is None:
+        return PythonLinger(head, room, stop)
+    return CLinger(head, room, stop)
