@@ -192,7 +192,7 @@ def _create_mr(adapter: Adapter, req: api.CmdCreateMr) -> api.CmdCreateMrResp:
         mr = _MR_KINDS[req.flags](adapter, pd, req, access) if req.flags in _MR_KINDS else None
         if mr is None:
             raise CommandError(errno.EINVAL, f"region flags {req.flags:#x}")
-        adapter.resources.mrs.put(handle, Mr(handle, pd, mr))
+        adapter.resources.mrs.put(handle, Mr(handle, pd, mr, req.length))
     return api.CmdCreateMrResp(handle, mr.lkey, mr.rkey)
 
 

@@ -55,6 +55,13 @@ class _Shared(NamedTuple):
 class PvrdmaDevice:
     """One PVRDMA device. Implements `objects.DeviceHooks`.
 
+    Args:
+        backend: who moves the bytes.
+        interrupts: where interrupts go.
+        config: what the operator decided.
+        watch: who watches the rings of processes; None where their doorbells are heard.
+        clock_s: the time, for what is shown of recent errors.
+
     Attributes:
         more_work: whether the last progress, a doorbell's too, left work that is ready now: call `progress`.
     """
@@ -65,10 +72,12 @@ class PvrdmaDevice:
         interrupts: InterruptSink,
         config: DeviceConfig,
         watch: RingWatch | None = None,
+        clock_s: Callable[[], float] = float,
     ) -> None:
-        self._journal = Journal()
+        self._journal = Journal(clock_s)
         self._reports = Reports(interrupts, self._journal)
         self.counters = self._journal.counters
+        self.recent_errors = self._journal.recent_errors
         self.memory = GuestMemory()
         self.backend = backend
         self.config = config

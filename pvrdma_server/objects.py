@@ -97,6 +97,7 @@ class Mr:
     handle: int
     pd: Pd
     backend: BackendMr
+    length_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -270,7 +271,7 @@ class Srq:
     def check_limit(self) -> None:
         """Fire and disarm the limit if it has been reached."""
         # What a host device has taken and not used is still posted, to the guest.
-        used = self.receiver.used() + getattr(self.backend, "held", 0)
+        used = self.receiver.used() + self.backend.held
         if self.limit and used < self.limit:
             self.limit = 0
             self.hooks.async_event(EqeType.SRQ_LIMIT_REACHED, self.handle)
@@ -286,7 +287,13 @@ class QpQueues(NamedTuple):
 
 
 class Qp:
-    """A queue pair. Implements `backend.QpOwner`: offers work from its rings, publishes completions."""
+    """A queue pair. Implements `backend.QpOwner`: offers work from its rings, publishes completions.
+
+    Attributes:
+        sends: work requests taken from its send queue.
+        receives: receives completed, its own and its SRQ's.
+        errors: unsuccessful completions, flushed ones included.
+    """
 
     __slots__ = (
         "_hooks",
@@ -296,11 +303,14 @@ class Qp:
         "attr",
         "backend",
         "destroyed",
+        "errors",
         "handle",
         "pd",
         "qp_type",
+        "receives",
         "recv_cq",
         "send_cq",
+        "sends",
         "sq",
         "srq",
     )
@@ -328,6 +338,7 @@ class Qp:
         self.srq = srq
         self.sq = queues.sq
         self.attr = attr
+        self.sends = self.receives = self.errors = 0
         self.destroyed = False
         self._rules = queues.rules
         self._memory = memory
@@ -348,6 +359,7 @@ class Qp:
         wqe = pop_or_report(self.sq, self._hooks, "sq", self._corrupt)
         if wqe is None:
             return None
+        self.sends += 1
         try:
             return parse_send_untrusted(wqe, self._rules, self._memory)
         except BadWqe as e:
@@ -364,9 +376,12 @@ class Qp:
 
     def complete_recv(self, wc: Completion, *, solicited: bool) -> None:
         """See `backend.QpOwner`."""
+        self.receives += 1
         self._complete(self.recv_cq, wc, solicited or wc.status != WcStatus.SUCCESS)
 
     def _complete(self, cq: Cq, wc: Completion, solicited: bool) -> None:
+        if wc.status:
+            self.errors += 1
         # The guest never consumes a completion of a handle that it has freed: its CQ would be stuck for ever.
         if not self.destroyed:
             cq.complete(encode_cqe(wc, self.handle, kernel=cq.ctx is None), solicited=solicited)
