@@ -157,6 +157,9 @@ class SrqOwner(Protocol):
     def pop_recv(self) -> RecvWr | None:
         """Take the next posted receive, or None. Raises the SRQ limit event itself."""
 
+    def check_limit(self) -> None:
+        """A message has used a receive that `held` counted: raise the SRQ limit event if it was the one too many."""
+
 
 class BackendQp(Protocol):
     """A queue pair of a backend."""
@@ -186,6 +189,10 @@ class BackendQp(Protocol):
 class BackendSrq(Protocol):
     """A shared receive queue of a backend."""
 
+    @property
+    def held(self) -> int:
+        """Receives taken from the guest's ring that no message has used yet: to the guest they are still posted."""
+
     def recv_doorbell(self) -> None:
         """Receives may have been posted."""
 
@@ -208,6 +215,22 @@ class BackendMr(Protocol):
 
     def destroy(self) -> None:
         """Invalidate the keys, now and for ever."""
+
+
+class HostGidFacts(NamedTuple):
+    """What a GID of the guest is on the host, for people.
+
+    Attributes:
+        device: the host's RDMA device.
+        port: its port.
+        gid_index: the host's index of the GID; None when the port lacks it, and the GID does not work.
+        netdev: where the address behind the GID belongs.
+    """
+
+    device: str
+    port: int
+    gid_index: int | None
+    netdev: str
 
 
 class BackendLimits(NamedTuple):
@@ -301,5 +324,5 @@ class HostBackend(RdmaBackend, Protocol):
     wait_fd: int
     on_event: Callable[[int, int], None]
 
-    def memory_mapped(self) -> None:
-        """The client has mapped memory; what comes back may not be what was there."""
+    def gid_facts(self) -> dict[int, HostGidFacts]:
+        """The guest's GIDs on the host, by the guest's index; empty when the host does not answer."""

@@ -1,215 +1,161 @@
-"""The command line: options in, a running server out. No logic lives here."""
+"""pvrdma-server, the command line: options in, a running server out. No logic lives here."""
 
-import hashlib
 import json
-import logging
-import sys
+import os
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import structlog
 import trio
+from click.core import ParameterSource
 
-from pvrdma_server import __version__
-from pvrdma_server.backend_soft import SoftConfig
-from pvrdma_server.caps import LIMIT_NAMES, DeviceConfig, survivable
+from pvrdma_server import __version__, logs, qemu_args
+from pvrdma_server.capabilities import capabilities
+from pvrdma_server.check import check_server
+from pvrdma_server.config import (
+    SettingOption,
+    Settings,
+    check_together,
+    identity_of,
+    make_options,
+    merge,
+    needs_restart,
+    read_file,
+    server_config,
+)
 from pvrdma_server.errors import ConfigError, PvrdmaError
-from pvrdma_server.gid_sync import Policy
-from pvrdma_server.server import FabricConfig, HostConfig, ServerConfig, serve
+from pvrdma_server.server import serve
 from pvrdma_server.status import read_status
+from pvrdma_server.systemd import check_listening, take_listening_fd
 
-_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
-# The locally administered range, so that no two makers' devices meet; the rest is the VM's name.
-_GUID_PREFIX = bytes.fromhex("0250")
-
-
-def configure_logging(level: str) -> None:
-    """Log to stderr: for people on a terminal, as JSON lines elsewhere."""
-    renderer: Any = structlog.processors.JSONRenderer()
-    if sys.stderr.isatty():
-        renderer = structlog.dev.ConsoleRenderer()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-    )
+_CONFIG = click.Path(dir_okay=False, path_type=Path)
 
 
-def node_guid_of(name: str) -> bytes:
-    """A node GUID (8 bytes, wire order) that is the same whenever the VM of this name starts."""
-    return _GUID_PREFIX + hashlib.sha256(name.encode()).digest()[:6]
+class ServerProgram(click.Group):
+    """The program, with its options in the sections of the configuration."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See `click.Command`."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            if record is not None:
+                title = option.section if isinstance(option, SettingOption) else "Options"
+                sections.setdefault(title, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+        self.format_commands(ctx, formatter)
 
 
-def _parse_limits(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
-    limits = {}
-    for text in values:
-        name, _sign, value = text.partition("=")
-        if name not in LIMIT_NAMES or not value.isdecimal() or not 0 < int(value) < 1 << 32:
-            raise click.BadParameter(
-                f"{text}: NAME=VALUE, with a positive number and one of {', '.join(LIMIT_NAMES)}"
-            )
-        limits[name] = int(value)
-    return limits
-
-
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=ServerProgram,
+    invoke_without_command=True,
+    params=list(make_options()),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__)
-@click.option("--socket-path", type=click.Path(), help="UNIX socket where QEMU finds the device.")
 @click.option(
-    "--fd", "listen_fd", type=int, help="Listening socket to use instead of --socket-path."
+    "--config",
+    type=_CONFIG,
+    help="TOML file with the options below as keys (docs/configuration.md); the command line counts more.",
 )
 @click.option(
-    "--status-socket", type=click.Path(), help="UNIX socket that answers with the status."
+    "--check",
+    is_flag=True,
+    help="Check configuration and host, one line per finding, and do not start; status 1 if it would not work.",
 )
 @click.option(
-    "--name", help="Name of the VM; its node GUID follows from it. [default: the socket's path]"
-)
-@click.option(
-    "--roce-version",
-    type=click.Choice(["1", "2"]),
-    default="2",
-    show_default=True,
-    help="The one RoCE version of the device's GIDs; the driver refuses both.",
-)
-@click.option(
-    "--doorbells",
-    type=click.Choice(["mapped", "trapped"]),
-    default="mapped",
-    show_default=True,
-    help="Doorbell pages of the guest's processes: memory that is watched, or registers that are trapped.",
-)
-@click.option(
-    "--backend",
-    type=click.Choice(["soft", "ibv"]),
-    default="soft",
-    show_default=True,
-    help="Embedded, without RDMA on the host, or a host RDMA device through verbs.",
-)
-@click.option(
-    "--fabric",
-    type=click.Path(file_okay=False),
-    help="Folder where the embedded backends of this host meet; their guests reach each other.",
-)
-@click.option(
-    "--fabric-uid",
-    "fabric_uids",
-    type=int,
-    multiple=True,
-    help="Another user whose servers may take part in the fabric; ours and root's always may.",
-)
-@click.option("--ibdev", help="Host RDMA device of --backend ibv, as ibv_devices lists it.")
-@click.option("--ibport", type=int, default=1, show_default=True, help="Its port.")
-@click.option(
-    "--gid-policy",
-    type=click.Choice([policy.value for policy in Policy]),
-    default=Policy.CHECK.value,
-    show_default=True,
-    help="With --backend ibv: add the guest's addresses to the port's netdev, or only say which are missing.",
-)
-@click.option(
-    "--state-dir",
-    type=click.Path(file_okay=False, exists=True, path_type=Path),
-    help="Folder for what must survive a crash: the addresses that --gid-policy add has added.",
-)
-@click.option(
-    "--limit",
-    "limits",
-    metavar="NAME=VALUE",
-    multiple=True,
-    callback=_parse_limits,
-    help=f"A limit of the device, clamped to what guests survive: {', '.join(LIMIT_NAMES)}.",
-)
-@click.option(
-    "--log-level",
-    type=click.Choice(list(_LEVELS)),
-    default="info",
-    show_default=True,
-    help="What to log.",
+    "--print-capabilities", is_flag=True, help="Print what this installation can do, as JSON."
 )
 @click.pass_context
 def main(
-    ctx: click.Context,
-    socket_path: str | None,
-    listen_fd: int | None,
-    status_socket: str | None,
-    name: str | None,
-    roce_version: str,
-    doorbells: str,
-    backend: str,
-    fabric: str | None,
-    fabric_uids: tuple[int, ...],
-    ibdev: str | None,
-    ibport: int,
-    gid_policy: str,
-    state_dir: Path | None,
-    limits: dict[str, int],
-    log_level: str,
+    ctx: click.Context, /, config: Path | None, check: bool, print_capabilities: bool, **values: Any
 ) -> None:
     """Serve a PVRDMA device to one virtual machine over vfio-user.
 
-    QEMU (10.1 or newer) attaches it as function 1 of a slot whose function 0 is a vmxnet3:
-
-    \b
-      -object memory-backend-memfd,id=mem,size=1G,share=on -machine q35,memory-backend=mem
-      -device vmxnet3,netdev=n0,bus=pcie.0,addr=5.0,multifunction=on
-      -device '{"driver":"vfio-user-pci","bus":"pcie.0","addr":"5.1",
-                "socket":{"type":"unix","path":"SOCKET"}}'
-    """  # noqa: D301 - \b is click's
+    QEMU (10.1 or newer) attaches it as function 1 of a slot whose function 0 is a vmxnet3; pvrdma-server qemu-args
+    prints the arguments. See docs/configuration.md for the file.
+    """
+    given = {name: value for name, value in values.items() if _is_given(ctx, name)}
     if ctx.invoked_subcommand is not None:
+        if config or check or print_capabilities or given:
+            raise click.UsageError(f"options of {ctx.invoked_subcommand} stand after its name")
         return
-    if (socket_path is None) == (listen_fd is None):
-        raise click.UsageError("give --socket-path or --fd, and not both")
-    if (backend == "ibv") != (ibdev is not None):
-        raise click.UsageError("--backend ibv and --ibdev go together")
-    if fabric is not None and backend != "soft":
-        raise click.UsageError("--fabric is the embedded backend's; leave --backend ibv away")
-    configure_logging(log_level)
-    identity = name or socket_path or f"fd {listen_fd}"
-    device = survivable(DeviceConfig(int(roce_version), doorbells == "mapped", **limits))
-    config = ServerConfig(
-        socket_path=socket_path,
-        listen_fd=listen_fd,
-        status_path=status_socket,
-        device=device,
-        soft=_soft_config(identity, {name: getattr(device, name) for name in limits}),
-        host=_host_config(ibdev, ibport, gid_policy, state_dir, identity),
-        fabric=FabricConfig(fabric, fabric_uids) if fabric is not None else None,
-    )
-    failures: list[str] = []
+    if print_capabilities:
+        click.echo(json.dumps(capabilities(), indent=2))
+        return
     try:
-        trio.run(serve, config)
-    except* PvrdmaError as group:
-        failures = [str(e) for e in _leaves(group)]
-    if failures:
-        raise click.ClickException("; ".join(failures))
-
-
-def _soft_config(identity: str, limits: dict[str, int]) -> SoftConfig:
-    """The embedded backend follows the device's limits where it has some of its own."""
-    own = {field.name for field in fields(SoftConfig)} & limits.keys()
-    try:
-        return SoftConfig(
-            name=identity, node_guid=node_guid_of(identity), **{name: limits[name] for name in own}
-        )
+        settings = _settings(config, given)
+        if check:
+            _print_findings(ctx, settings, config)
+        else:
+            _serve(settings, config, given)
     except ConfigError as e:
         raise click.ClickException(str(e)) from e
 
 
-def _host_config(
-    ibdev: str | None, ibport: int, gid_policy: str, state_dir: Path | None, identity: str
-) -> HostConfig | None:
-    if ibdev is None:
-        return None
-    marker = state_dir / f"gids-{node_guid_of(identity).hex()}.json" if state_dir else None
-    return HostConfig(ibdev, ibport, node_guid_of(identity), Policy(gid_policy), marker)
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def _settings(config: Path | None, given: dict[str, Any]) -> Settings:
+    """What file, command line and systemd say together."""
+    settings = merge(read_file(config) if config is not None else {}, given)
+    settings = _with_passed_socket(settings, config)
+    try:
+        check_together(settings)
+    except ConfigError as e:
+        where = f" (keys of {config} have the same names, without the dashes)" if config else ""
+        raise ConfigError(f"{e}{where}") from e
+    return settings
+
+
+def _with_passed_socket(settings: Settings, config: Path | None) -> Settings:
+    """The socket that systemd passes takes the place of --socket-path, whose path must be the same."""
+    fd = take_listening_fd(os.environ)
+    if fd is None:
+        if settings.fd is not None:
+            check_listening(settings.fd, "--fd")
+        return settings
+    if settings.fd is not None:
+        raise ConfigError("systemd passes a socket: leave --fd away")
+    path = check_listening(fd, "the socket unit")
+    if settings.socket_path not in (None, path):
+        raise ConfigError(
+            f"systemd passes a socket at {path}, but --socket-path is {settings.socket_path}: "
+            "make them the same, or leave --socket-path away"
+        )
+    name = identity_of(replace(settings, socket_path=path), config)
+    return replace(settings, fd=fd, socket_path=None, name=name)
+
+
+def _serve(settings: Settings, config: Path | None, given: dict[str, Any]) -> None:
+    logs.configure(settings.log_level, settings.log_format)
+
+    def reload() -> None:
+        assert config is not None
+        fresh = merge(read_file(config), given)
+        log: Any = structlog.get_logger(component="server")
+        logs.set_level(fresh.log_level)
+        passed = replace(
+            fresh, fd=settings.fd, socket_path=settings.socket_path, name=settings.name
+        )
+        changed = needs_restart(settings, passed if settings.fd is not None else fresh)
+        log.info("reloaded", file=str(config), log_level=fresh.log_level)
+        if changed:
+            log.warning("restart_needed", keys=changed, why="these are read at the start only")
+
+    failures: list[str] = []
+    try:
+        trio.run(serve, server_config(settings, config, reload if config is not None else None))
+    except* PvrdmaError as group:
+        failures = [str(e) for e in _leaves(group)]
+    if failures:
+        raise click.ClickException("; ".join(failures))
 
 
 def _leaves(group: BaseExceptionGroup[PvrdmaError]) -> Iterator[PvrdmaError]:
@@ -220,11 +166,61 @@ def _leaves(group: BaseExceptionGroup[PvrdmaError]) -> Iterator[PvrdmaError]:
             yield e
 
 
+def _print_findings(ctx: click.Context, settings: Settings, config: Path | None) -> None:
+    findings = check_server(settings, config)
+    for finding in findings:
+        click.echo(str(finding))
+    if any(finding.is_error for finding in findings):
+        ctx.exit(1)
+
+
 @main.command()
-@click.argument("socket", type=click.Path(exists=True))
+@click.argument("socket", type=click.Path())
 def status(socket: str) -> None:
     """Print the status of the server whose --status-socket is SOCKET, as JSON."""
     try:
         click.echo(json.dumps(read_status(socket), indent=2))
     except PvrdmaError as e:
         raise click.ClickException(str(e)) from e
+
+
+@main.command("qemu-args")
+@click.option("--config", type=_CONFIG, help="The server's configuration file.")
+@click.option("--socket-path", type=click.Path(), help="The server's socket, instead of --config.")
+@click.option("--memory", default="4G", show_default=True, help="The guest's RAM.")
+@click.option("--slot", default=5, show_default=True, help="Slot on pcie.0 that is free.")
+@click.option("--qemu", help="QEMU's program. [default: the first of the usual ones]")
+@click.option("--libvirt", is_flag=True, help="Print a snippet for a libvirt domain instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array of words instead.")
+def print_qemu_args(
+    config: Path | None,
+    socket_path: str | None,
+    memory: str,
+    slot: int,
+    qemu: str | None,
+    libvirt: bool,
+    as_json: bool,
+) -> None:
+    """Print QEMU's arguments for this VM: memory, the vmxnet3, the device.
+
+    The VM's own are left to add: -accel, -cpu, disks; and the -netdev of its network in place of user networking.
+    """
+    if (config is None) == (socket_path is None):
+        raise click.UsageError("give --config or --socket-path, and not both")
+    if libvirt and as_json:
+        raise click.UsageError("--libvirt and --json exclude each other")
+    try:
+        path = socket_path or (read_file(config) if config else {}).get("socket_path")
+        if path is None:
+            raise ConfigError(f"{config} has no socket-path: add it, or give --socket-path")
+        program = qemu_args.find_qemu(qemu)
+        qemu_args.qemu_version(program)
+        machine = qemu_args.check_machine(qemu_args.Machine(path, memory, slot))
+    except ConfigError as e:
+        raise click.ClickException(str(e)) from e
+    if libvirt:
+        click.echo(qemu_args.libvirt_snippet(machine), nl=False)
+    elif as_json:
+        click.echo(json.dumps(qemu_args.arguments(machine)))
+    else:
+        click.echo(qemu_args.shell_lines(qemu_args.arguments(machine)))

@@ -1,40 +1,45 @@
 """The composition root: one device, its backend, its sockets, and the trio tasks that serve them.
 
 Contract: `run` returns when it was asked to stop (SIGTERM, SIGINT) and raises what would make going on wrong. Tasks:
-*vfio-user* (requests in order, clients one after the other), *work* (the backend's queues, timers and completions) and
-*status*. Doorbells are answered by the vfio-user task; what they started is finished by the work task.
+*vfio-user* (requests in order, clients one after the other), *work* (the backend's queues, timers and completions),
+*control* and *metrics*. Doorbells are answered by the vfio-user task; what they started is finished by the work task.
 """
 
 import math
 import os
-import signal
 import time
-from collections import Counter
-from dataclasses import fields
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import structlog
 import trio
 
+from pvrdma_server import __version__, logs
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.backend import HostBackend
-from pvrdma_server.backend_soft import ShmFabric, SoftBackend, SoftConfig
-from pvrdma_server.backend_soft.counters import Counters as SoftCounters
+from pvrdma_server.backend_soft import ShmFabric, SoftBackend
 from pvrdma_server.caps import DeviceConfig
 from pvrdma_server.device import PvrdmaDevice
-from pvrdma_server.errors import ConfigError
-from pvrdma_server.gid_sync import GidSync, Policy, Pyroute2Netlink
+from pvrdma_server.facts import gid_rows, object_facts, plain, port_facts, status_facts
+from pvrdma_server.gsi import Gsi
 from pvrdma_server.guest_memory import PAGE_SIZE
-from pvrdma_server.journal import DeviceCounters
+from pvrdma_server.mad_relay import NoRelay
+from pvrdma_server.parts import (
+    ServerConfig,
+    metrics_server,
+    open_fabric,
+    open_host,
+    open_relay,
+)
 from pvrdma_server.regions import REGISTERS_SIZE, Regions, uar_bar_size
-from pvrdma_server.status import process_facts, serve_status
+from pvrdma_server.status import RefusedRequest, process_facts, serve_control
+from pvrdma_server.supervision import keep_alive, obey_signals
+from pvrdma_server.systemd import Notifier, watchdog_s
 from pvrdma_server.vfio_user import (
     Bar,
     MmapArea,
     PciIdentity,
     ResetReason,
-    VfioCounters,
     VfioUserContext,
 )
 from pvrdma_server.watcher import make_watcher
@@ -48,75 +53,9 @@ RETRY_NS: Final = 5_000_000
 # How long a completion lies unconsumed before a process is told that it is there (mapped doorbells only): longer than a
 # polling program takes to come round, shorter than anyone waits for an interrupt.
 MODERATION_NS: Final = 100_000
-
-
-class HostConfig(NamedTuple):
-    """The host RDMA device to use instead of the embedded backend.
-
-    Attributes:
-        device: its name, as `ibv_devices` lists it.
-        port: its port, from 1.
-        node_guid: the guest device's, 8 bytes in wire order.
-        gid_policy: whether the port's netdev may be given the guest's addresses.
-        gid_marker: file that names the addresses given, for the start after a crash.
-    """
-
-    device: str
-    port: int
-    node_guid: bytes
-    gid_policy: Policy
-    gid_marker: Path | None
-
-
-class FabricConfig(NamedTuple):
-    """Where the embedded backends of one host meet: a folder, and users besides ours whose servers may."""
-
-    folder: str
-    uids: tuple[int, ...] = ()
-
-
-class ServerConfig(NamedTuple):
-    """One server. `listen_fd` is a listening socket to use instead of `socket_path` (socket activation).
-
-    `host` chooses the backend over host verbs; None is the embedded one, which reaches the guests of other servers
-    over `fabric`.
-    """
-
-    socket_path: str | None
-    listen_fd: int | None
-    status_path: str | None
-    device: DeviceConfig
-    soft: SoftConfig
-    host: HostConfig | None = None
-    fabric: FabricConfig | None = None
-
-
-def open_host(config: HostConfig) -> HostBackend:
-    """The backend over the host's RDMA device.
-
-    Raises:
-        ConfigError: pyverbs or the device is missing.
-    """
-    try:
-        from pvrdma_server.backend_ibv import IbvBackend, IbvConfig
-    except ImportError as e:
-        raise ConfigError(
-            f"--backend ibv needs pyverbs 60 or newer (Debian: python3-pyverbs): {e}"
-        ) from e
-    netlink = Pyroute2Netlink() if config.gid_policy is Policy.ADD else None
-    keeper = GidSync(config.gid_policy, config.gid_marker, netlink)
-    return IbvBackend(IbvConfig(config.device, config.port, config.node_guid), keeper)
-
-
-def open_fabric(config: ServerConfig) -> ShmFabric | None:
-    """Our place in the fabric, if there is one.
-
-    Raises:
-        ConfigError: the folder cannot be used.
-    """
-    if config.fabric is None:
-        return None
-    return ShmFabric(config.fabric.folder, config.soft.name, uids=config.fabric.uids)
+# Objects of a kind that the control socket shows unless asked for more, and at most: some ms of our time.
+SHOWN_OBJECTS: Final = 256
+MAX_SHOWN_OBJECTS: Final = 65536
 
 
 def mmap_area(config: DeviceConfig) -> MmapArea:
@@ -149,11 +88,19 @@ class Server:
     """Everything of one running server. Implements `vfio_user.DeviceModel` and `device.InterruptSink`."""
 
     def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._started_s = time.monotonic()
         self._work = Work()
+        self._turns = 0
         self._moderate_ns: int | None = None
         self._deadline_ns: int | None = None
         self._log: Any = structlog.get_logger(component="server")
-        self._host = open_host(config.host) if config.host is not None else None
+        self._relay = open_relay(config)
+        self._gsi = Gsi(self._relay or NoRelay())
+        self._gsi.on_work = self._work.wake
+        if self._relay is not None:
+            self._relay.on_datagram = self._gsi.receive
+        self._host = open_host(config.host, self._gsi) if config.host is not None else None
         self._fabric = open_fabric(config)
         self.backend = self._host or SoftBackend(
             clock_ns=time.monotonic_ns,
@@ -167,7 +114,7 @@ class Server:
             self._fabric.yield_to(self._watcher.signalled)
         mapped = config.device.mapped_doorbells
         self.device = PvrdmaDevice(
-            self.backend, self, config.device, self._watcher if mapped else None
+            self.backend, self, config.device, self._watcher if mapped else None, clock_s=time.time
         )
         if self._host is not None:
             self._host.on_event = self.device.async_event
@@ -228,8 +175,6 @@ class Server:
     def dma_map(self, iova: int, length: int, view: memoryview | None, *, writable: bool) -> None:
         """See `vfio_user.DeviceModel`."""
         self.device.dma_map(iova, length, view, writable=writable)
-        if self._host is not None:
-            self._host.memory_mapped()
 
     def dma_unmap(self, iova: int, length: int) -> None:
         """See `vfio_user.DeviceModel`."""
@@ -250,30 +195,34 @@ class Server:
 
     # --- tasks -----------------------------------------------------------------------------------------------------
 
-    async def run(self, status_path: str | None) -> None:
-        """Serve until SIGTERM or SIGINT."""
+    async def run(self, environment: Mapping[str, str]) -> None:
+        """Serve until SIGTERM or SIGINT. `environment` says whether a service manager wants to hear from us."""
+        notifier, timeout_s = Notifier(environment), watchdog_s(environment)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._stop_on_signal, nursery.cancel_scope)
+            nursery.start_soon(obey_signals, nursery.cancel_scope, notifier, self._config.reload)
             nursery.start_soon(self._work_task)
             nursery.start_soon(self._watch_task)
             if self._host is not None:
                 nursery.start_soon(self._host_task, self._host)
             if self._fabric is not None:
                 nursery.start_soon(self._fabric_task, self._fabric)
-            if status_path is not None:
-                nursery.start_soon(serve_status, status_path, self.snapshot)
+            if self._relay is not None:
+                nursery.start_soon(self._relay.run)
+            if self._config.status_path is not None:
+                await nursery.start(serve_control, self._config.status_path, self.commands())
+            if any(self._config.metrics):
+                await nursery.start(metrics_server(), *self._config.metrics, self.snapshot)
             await nursery.start(self._vfio.serve)
+            if timeout_s is not None:
+                nursery.start_soon(
+                    keep_alive, notifier, timeout_s, lambda: self._turns, self._work.wake
+                )
             self._log.info("ready", pid=os.getpid())
-
-    async def _stop_on_signal(self, scope: trio.CancelScope) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            async for number in signals:
-                self._log.info("stopping", signal=signal.Signals(number).name)
-                scope.cancel()
-                return
+            notifier.ready()
 
     async def _work_task(self) -> None:
         while True:
+            self._turns += 1
             if self.device.progress(WORK_BUDGET):
                 await trio.lowlevel.checkpoint()
             else:
@@ -327,37 +276,60 @@ class Server:
             self._deadline_ns = deadline_ns
             self._watcher.set_deadline(deadline_ns)
 
-    # --- status ----------------------------------------------------------------------------------------------------
+    # --- control ---------------------------------------------------------------------------------------------------
+
+    def commands(self) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
+        """What the control socket can be asked."""
+        return {
+            "status": lambda _: self.snapshot(),
+            "objects": self._objects,
+            "log-level": _log_level,
+        }
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything there is to know from outside, as JSON values."""
-        device = self.device
+        """The server in short, as JSON values."""
+        soft = isinstance(self.backend, SoftBackend)
         return {
-            "state": device.state.value,
-            "driver_version": device.driver_version,
+            "version": __version__,
+            "name": self._config.soft.name,
+            "backend_kind": "soft" if soft else "ibv",
+            "uptime_s": round(time.monotonic() - self._started_s, 3),
+            "log_level": logs.level(),
             "connected": self._vfio.connected,
-            "objects": device.resources.counts(),
-            "dma_regions": len(device.memory.regions),
-            "gids": {
-                index: {"gid": gid.gid.hex(), "type": gid.gid_type}
-                for index, gid in sorted(device.resources.gids.items())
-            },
-            "device": _plain(device.counters),
-            "backend": _plain(self.backend.counters)
+            **status_facts(self.device),
+            "port": port_facts(self.backend),
+            "backend": plain(self.backend.counters)
             if isinstance(self.backend, SoftBackend)
             else {},
             "fabric": self._fabric.facts() if self._fabric is not None else None,
-            "vfio_user": _plain(self._vfio.counters),
+            "gsi": self._gsi.facts() if self._host is not None else None,
+            "mad_relay": self._relay.facts() if self._relay is not None else None,
+            "vfio_user": plain(self._vfio.counters),
             "process": process_facts(),
         }
 
+    def _objects(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Every object, and the guest's GIDs beside the host's."""
+        limit = request.get("limit", SHOWN_OBJECTS)
+        if type(limit) is not int or not 0 < limit <= MAX_SHOWN_OBJECTS:
+            raise RefusedRequest(f'"limit" must be a number from 1 to {MAX_SHOWN_OBJECTS}')
+        gids = self._host.gid_facts() if self._host is not None else {}
+        return {
+            **object_facts(self.device, limit),
+            "gids": gid_rows(self.device.resources.gids, gids),
+        }
 
-def _plain(counters: SoftCounters | DeviceCounters | VfioCounters) -> dict[str, Any]:
-    """Counters as JSON values. Not `asdict`: before Python 3.12 it makes a Counter of a Counter's items."""
-    values = {record.name: getattr(counters, record.name) for record in fields(counters)}
-    return {
-        name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()
-    }
+
+def _log_level(request: dict[str, Any]) -> dict[str, Any]:
+    """The level in force, after a change to "level" if that is given."""
+    before = logs.level()
+    level = request.get("level", before)
+    if not isinstance(level, str) or level not in logs.LEVELS:
+        raise RefusedRequest(f'"level" must be one of: {", ".join(logs.LEVELS)}')
+    if level != before:
+        logs.set_level(level)
+        structlog.get_logger(component="server").warning("log_level", level=level, before=before)
+    return {"log_level": level, "before": before}
 
 
 async def serve(config: ServerConfig) -> None:
@@ -369,7 +341,7 @@ async def serve(config: ServerConfig) -> None:
     """
     server = Server(config)
     try:
-        await server.run(config.status_path)
+        await server.run(os.environ)
     finally:
         server.close()
         structlog.get_logger(component="server").info("stopped")

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import structlog
 from pyverbs.addr import AH
 
-from pvrdma_server.backend import Ud
+from pvrdma_server.backend import HostGidFacts, Ud
 from pvrdma_server.backend_ibv.host import (
     GID_TYPE_ROCE_V1,
     GID_TYPE_ROCE_V2,
@@ -127,6 +127,15 @@ class Addresses:
                 except OSError:
                     continue
         return "its netdev"
+
+    def facts(self) -> dict[int, HostGidFacts]:
+        """The guest's GIDs on the host, by the guest's index. Looks once, and waits for nothing."""
+        table = {(entry.gid, entry.gid_type): entry.number for entry in self._device.gids()}
+        netdev = self.netdev()
+        return {
+            index: HostGidFacts(self._device.name, self._device.port, table.get(entry), netdev)
+            for index, entry in self._gids.items()
+        }
 
     # --- address handles ---------------------------------------------------------------------------------------------
 
