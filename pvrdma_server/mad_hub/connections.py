@@ -4,8 +4,8 @@ Contract: pure, without a clock: an entry lives from its REQ to its DREP or REJ,
 bounded, and the oldest goes first; datagrams are routed by GID, so a connection without an entry works on, only nobody
 tells its peer should the client die.
 
-Two clients may use the same comm ids, and one client and its peer may: an entry is found by the client's own id, or by
-the peer's GID and the peer's id.
+Two clients may use the same comm ids, and one client and its peers may: an entry is found by the peer's GID and
+either id.
 """
 
 from collections import OrderedDict
@@ -91,7 +91,8 @@ class ConnectionTable:
         self._max = max_connections
         self._max_sidr = max_sidr
         self._all: OrderedDict[Connection, None] = OrderedDict()
-        self._by_local: dict[int, Connection] = {}
+        # Both by the peer's GID and a comm id, ours or the peer's.
+        self._by_local: dict[tuple[bytes, int], Connection] = {}
         self._by_peer: dict[tuple[bytes, int], Connection] = {}
         self._sidr: OrderedDict[tuple[bool, int, int], Datagram] = OrderedDict()
 
@@ -134,19 +135,20 @@ class ConnectionTable:
         if cm.attr_id == CmAttrId.SIDR_REP:
             path = self._sidr.get(_was_asked(cm))
             return path.dgid if path is not None else None
-        entry = self._by_local.get(cm.sender_id)
-        if entry is None:
+        found = [e for e in self._all if cm.sender_id and e.local_id == cm.sender_id]
+        if not found:
             # Its first answer, which has the request's transaction id; more than one peer may use this comm id.
             found = [e for e in self._all if e.peer_id == cm.receiver_id]
             found = [e for e in found if e.tid == cm.tid] or found
-            entry = found[0] if len(found) == 1 else None
-        return entry.path.dgid if entry is not None else None
+        return found[0].path.dgid if len(found) == 1 else None
 
     def end(self, gid: bytes | None = None) -> list[Datagram]:
         """Forget all connections (of `gid`, if given), and return the farewells to their peers."""
         ending = [e for e in self._all if gid is None or e.path.sgid == gid]
         for entry in ending:
             self._remove(entry)
+        for key in [k for k, path in self._sidr.items() if gid is None or path.sgid == gid]:
+            del self._sidr[key]
         return [entry.farewell() for entry in ending]
 
     def _passed(
@@ -176,7 +178,7 @@ class ConnectionTable:
     ) -> None:
         if not entry.local_id and local_id:
             entry.local_id = local_id
-            self._by_local[local_id] = entry
+            self._by_local[entry.path.dgid, local_id] = entry
         if not entry.peer_id and peer_id:
             entry.peer_id = peer_id
             self._by_peer[entry.path.dgid, peer_id] = entry
@@ -196,15 +198,15 @@ class ConnectionTable:
             self._sidr.popitem(last=False)
 
     def _find(self, peer: bytes, local_id: int, peer_id: int) -> Connection | None:
-        entry = self._by_local.get(local_id) if local_id else None
-        if entry is not None and entry.path.dgid == peer:
+        entry = self._by_local.get((peer, local_id)) if local_id else None
+        if entry is not None:
             return entry
         return self._by_peer.get((peer, peer_id)) if peer_id else None
 
     def _add(self, entry: Connection) -> None:
         self._all[entry] = None
         if entry.local_id:
-            self._by_local[entry.local_id] = entry
+            self._by_local[entry.path.dgid, entry.local_id] = entry
         if entry.peer_id:
             self._by_peer[entry.path.dgid, entry.peer_id] = entry
         if len(self._all) > self._max:
@@ -213,8 +215,8 @@ class ConnectionTable:
 
     def _remove(self, entry: Connection) -> None:
         del self._all[entry]
-        if self._by_local.get(entry.local_id) is entry:
-            del self._by_local[entry.local_id]
-        key = (entry.path.dgid, entry.peer_id)
-        if self._by_peer.get(key) is entry:
-            del self._by_peer[key]
+        tables = ((self._by_local, entry.local_id), (self._by_peer, entry.peer_id))
+        for table, number in tables:
+            key = (entry.path.dgid, number)
+            if table.get(key) is entry:
+                del table[key]

@@ -81,16 +81,20 @@ class MadHub:
     Args:
         config: what to serve.
         port: the host's network, or None to switch between VMs only.
-        clock_s: seconds that only grow, for log lines.
+        credentials: (pid, uid) of the process behind a socket.
+
+    Attributes:
+        ended: why connections have ended.
     """
 
     def __init__(
         self,
         config: HubConfig,
         port: NetworkPort | None,
-        clock_s: Callable[[], float] = trio.current_time,
+        credentials: Callable[[Any], tuple[int, int]] = peer_credentials,
     ) -> None:
-        self.switch = MadSwitch(clock_s)
+        self.switch = MadSwitch(trio.current_time)
+        self._credentials = credentials
         self.ended: Counter[str] = Counter()
         self._config = config
         self._port = port
@@ -118,7 +122,7 @@ class MadHub:
             if config.status_path is not None:
                 await nursery.start(self._serve_status, config.status_path)
             if self._port is not None:
-                nursery.start_soon(self._umad_task, self._port)
+                await nursery.start(self._umad_task, self._port)
             task_status.started()
 
     def retry_umad(self) -> None:
@@ -161,7 +165,7 @@ class MadHub:
         self, stream: trio.SocketStream, serve: Callable[[Session], Awaitable[str]]
     ) -> None:
         async with stream:
-            pid, uid = peer_credentials(stream.socket)
+            pid, uid = self._credentials(stream.socket)
             if uid not in self._uids:
                 self.ended["not_allowed"] += 1
                 self.switch.log.warning(
@@ -180,48 +184,50 @@ class MadHub:
             self.ended[reason] += 1
             self.switch.log.info("client_ended", client=session.name, why=reason)
 
-    async def _umad_task(self, port: NetworkPort) -> None:
+    async def _umad_task(self, port: NetworkPort, task_status: trio.TaskStatus[None]) -> None:
         """Get the CM class and keep it; when it cannot be had, say so once and try again later."""
-        pause_s, said = RETRY_S, ""
+        receiver = self._open(port)
+        task_status.started()
+        pause_s = RETRY_S
         while True:
-            self._retry = trio.Event()
-            try:
-                receiver = port.open_receiver()
-                said, pause_s = "", RETRY_S
-                self._log.info("umad_ready", device=port.name)
+            if receiver is not None:
                 await self._use(port, receiver)
-            except UmadError as e:
-                self._umad_state = str(e)
-                if said != str(e):
-                    said = str(e)
-                    self._log.warning("umad_unavailable", why=said)
+                pause_s = RETRY_S
+            self._retry = trio.Event()
             with trio.move_on_after(pause_s):
                 await self._retry.wait()
                 pause_s = RETRY_S
             pause_s = min(2 * pause_s, MAX_RETRY_S)
+            receiver = self._open(port)
+
+    def _open(self, port: NetworkPort) -> Receiver | None:
+        try:
+            receiver = port.open_receiver()
+        except UmadError as e:
+            self._unavailable(str(e))
+            return None
+        self._umad_state = "ready"
+        self._log.info("umad_ready", device=port.name)
+        return receiver
+
+    def _unavailable(self, why: str) -> None:
+        if self._umad_state != why:
+            self._umad_state = why
+            self._log.warning("umad_unavailable", why=why)
 
     async def _use(self, port: NetworkPort, receiver: Receiver) -> None:
-        """Carry datagrams until the device is gone.
-
-        Raises:
-            UmadError: it is gone.
-        """
-        self._umad_state = "ready"
-        gone: UmadError | None = None
+        """Carry datagrams until the device is gone."""
         try:
             async with trio.open_nursery() as nursery:
                 self.switch.uplink = Lanes(nursery, port.open_sender, self.switch.send_failed)
                 try:
                     await self._receive(receiver)
                 except UmadError as e:
-                    gone = e
+                    self._unavailable(str(e))
                 nursery.cancel_scope.cancel()
         finally:
             self.switch.uplink = None
-            self._umad_state = "closed"
             receiver.close()
-        if gone is not None:
-            raise gone
 
     async def _receive(self, receiver: Receiver) -> None:
         while True:

@@ -143,6 +143,10 @@ class MadSwitch:
         if self.uplink is not None:
             self.uplink.client_left(client.lane)
 
+    def owner_of(self, gid: bytes) -> Client | None:
+        """The client that has registered `gid`."""
+        return self._owners.get(gid)
+
     def received(self, client: Client, message: Message) -> None:
         """`client` sent `message`."""
         match message:
