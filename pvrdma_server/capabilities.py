@@ -1,20 +1,18 @@
 """What this installation can do, for programs that start servers (`--print-capabilities`)."""
 
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any
 
 from pvrdma_server import __version__
 from pvrdma_server.caps import LIMIT_NAMES, DeviceConfig, survivable
-from pvrdma_server.config import make_options
+from pvrdma_server.config import MAX_LIMIT, make_options
 from pvrdma_server.qemu_args import MIN_QEMU
-
-_ENORMOUS: Final = (1 << 32) - 1
 
 
 def capabilities() -> dict[str, Any]:
     """JSON values. Keys are added in later versions, none is taken away."""
     defaults = DeviceConfig()
-    enormous: dict[str, Any] = dict.fromkeys(LIMIT_NAMES, _ENORMOUS)
+    enormous: dict[str, Any] = dict.fromkeys(LIMIT_NAMES, MAX_LIMIT)
     largest = survivable(DeviceConfig(**enormous))
     return {
         "type": "pvrdma",

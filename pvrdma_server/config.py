@@ -30,6 +30,8 @@ _GUID_PREFIX: Final = bytes.fromhex("0250")
 _PATH: Final = click.Path()
 _FOLDER: Final = click.Path(file_okay=False)
 LIMITS: Final = "limits"
+# The driver's fields have 32 bits.
+MAX_LIMIT: Final = (1 << 32) - 1
 
 
 class LimitType(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
@@ -44,9 +46,9 @@ class LimitType(click.ParamType):  # type: ignore[type-arg]  # generic in newer 
         if isinstance(value, tuple):
             return value
         name, _sign, number = str(value).partition("=")
-        if name not in LIMIT_NAMES or not number.isdecimal() or not 0 < int(number) < 1 << 32:
+        if name not in LIMIT_NAMES or not number.isdecimal() or not 0 < int(number) <= MAX_LIMIT:
             self.fail(
-                f"{value}: NAME=VALUE, with a number from 1 to {(1 << 32) - 1} and one of "
+                f"{value}: NAME=VALUE, with a number from 1 to {MAX_LIMIT} and one of "
                 f"{', '.join(LIMIT_NAMES)}",
                 param,
                 ctx,
@@ -242,7 +244,7 @@ class _BadValue(Exception):
 def _value_of(option: SettingOption, value: Any) -> Any:
     key = str(option.key)
     if key == LIMITS:
-        return _limits_of(option, value)
+        return _limits_of(value)
     if not option.multiple:
         return _single(option, key, value)
     if not isinstance(value, list):
@@ -250,7 +252,7 @@ def _value_of(option: SettingOption, value: Any) -> Any:
     return tuple(_single(option, key, item) for item in value)
 
 
-def _limits_of(option: SettingOption, value: Any) -> tuple[tuple[str, int], ...]:
+def _limits_of(value: Any) -> tuple[tuple[str, int], ...]:
     if not isinstance(value, dict):
         raise _BadValue(
             LIMITS, value, f"a table is wanted: [{LIMITS}], lines such as max_qp = 1024"
@@ -260,9 +262,9 @@ def _limits_of(option: SettingOption, value: Any) -> tuple[tuple[str, int], ...]
         key = f"{LIMITS}.{name}"
         if name not in LIMIT_NAMES:
             raise _BadValue(key, number, _unknown(name, LIMIT_NAMES, "limit"))
-        if type(number) is not int:
-            raise _BadValue(key, number, "an integer is wanted")
-        limits.append(_converted(option, key, f"{name}={number}"))
+        if type(number) is not int or not 0 < number <= MAX_LIMIT:
+            raise _BadValue(key, number, f"an integer from 1 to {MAX_LIMIT} is wanted")
+        limits.append((name, number))
     return tuple(limits)
 
 
