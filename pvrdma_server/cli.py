@@ -34,6 +34,12 @@ from pvrdma_server.systemd import check_listening, take_listening_fd
 _CONFIG = click.Path(dir_okay=False, path_type=Path)
 
 
+class ConfigFailure(click.ClickException):
+    """What was asked for cannot be had, so that a service manager need not try again. Source: EX_CONFIG, sysexits.h."""
+
+    exit_code = 78
+
+
 class ServerProgram(click.Group):
     """The program, with its options in the sections of the configuration."""
 
@@ -95,7 +101,7 @@ def main(
         else:
             _serve(settings, config, given)
     except ConfigError as e:
-        raise click.ClickException(str(e)) from e
+        raise ConfigFailure(str(e)) from e
 
 
 def _is_given(ctx: click.Context, name: str) -> bool:
@@ -149,13 +155,15 @@ def _serve(settings: Settings, config: Path | None, given: dict[str, Any]) -> No
         if changed:
             log.warning("restart_needed", keys=changed, why="these are read at the start only")
 
-    failures: list[str] = []
+    failures: list[PvrdmaError] = []
     try:
         trio.run(serve, server_config(settings, config, reload if config is not None else None))
     except* PvrdmaError as group:
-        failures = [str(e) for e in _leaves(group)]
+        failures = list(_leaves(group))
     if failures:
-        raise click.ClickException("; ".join(failures))
+        hopeless = all(isinstance(e, ConfigError) for e in failures)
+        kind = ConfigFailure if hopeless else click.ClickException
+        raise kind("; ".join(str(e) for e in failures))
 
 
 def _leaves(group: BaseExceptionGroup[PvrdmaError]) -> Iterator[PvrdmaError]:

@@ -197,7 +197,7 @@ def test_options_before_a_command_are_refused() -> None:
 def test_the_files_keys_are_named_in_errors_of_combinations(tmp_path: Path) -> None:
     path = toml(tmp_path, 'backend = "ibv"\nsocket-path = "/x"')
     result = run("--config", str(path))
-    assert result.exit_code == 1
+    assert result.exit_code == 78
     assert f"keys of {path} have the same names" in result.output
 
 

@@ -61,5 +61,5 @@ def test_limits_that_are_none(text: str) -> None:
 
 def test_a_limit_that_the_backend_cannot_live_with() -> None:
     result = CliRunner().invoke(main, ["--socket-path", "unused", "--limit", "max_qp=1"])
-    assert result.exit_code == 1
+    assert result.exit_code == 78
     assert "max_qp 1 is not in 3..65535" in result.output
