@@ -11,7 +11,7 @@ _BUILD = "import sys; from setuptools import build_meta; print(getattr(build_met
 
 def clone_files() -> list[str]:
     """What the clone has: what git knows, and what is new and not ignored."""
-    words = ["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard"]
+    words = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     return sorted({name for name in listing if (ROOT / name).exists()})
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pvrdma_lab import paths
 from pvrdma_lab.host_tests import HOST_STEPS, NESTED_STEPS
-from pvrdma_lab.prepare import GUEST_STEPS, set_up, venv_python
+from pvrdma_lab.prepare import GUEST_STEPS, SERVICE_STEPS, set_up, venv_python
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,11 @@ MODES = {
             Check("lint", "ruff", ("check",)),
             Check("format", "ruff", ("format", "--check")),
             Check("types", "mypy"),
-            Check("tests", "pytest", ("-m", "not (guest or host or nested or stress)", "--durations=5")),
+            Check(
+                "tests",
+                "pytest",
+                ("-m", "not (guest or host or nested or stress)", "--durations=5"),
+            ),
         ),
     ),
     "guest": Mode(
@@ -100,6 +104,11 @@ MODES = {
         "a Linux guest inside that machine, and verbs programs between the two",
         ("venv", *NESTED_STEPS),
         (Check("nested", "pvrdma_lab.host_tests", ("nested",)),),
+    ),
+    "service": Mode(
+        "a machine with systemd (in a VM): installed by the quick start's words, run as a service, a guest on it",
+        ("venv", *SERVICE_STEPS),
+        (Check("service", "pytest", ("-v", "--durations=5", "-m", "service", "tests/service")),),
     ),
 }
 ALL = tuple(mode for mode in MODES if mode not in ("matrix", "soak", "stress"))

@@ -11,6 +11,8 @@ from pvrdma_lab.python_env import find_venv
 
 # The set-up steps that a guest on the device takes.
 GUEST_STEPS = ("venv", "qemu", "kernel", "rootfs", "initrd")
+# Those that the machine with systemd takes, and the small guest in it.
+SERVICE_STEPS = ("qemu", "service-tree", "nested-initrd")
 
 
 def set_up(steps: Sequence[str]) -> bool:

@@ -19,9 +19,11 @@ _PACKAGES = ["iproute2", "kmod", "procps", "python3", "systemd", "systemd-sysv"]
 # Nothing on the machine is waited for; what systemd starts besides takes seconds each when emulated.
 _MASKED = (
     "apt-daily-upgrade.timer", "apt-daily.timer", "dpkg-db-backup.timer", "e2scrub_all.timer", "e2scrub_reap.service",
-    "fstrim.timer", "getty.target", "serial-getty@ttyS0.service", "systemd-binfmt.service",
-    "systemd-hwdb-update.service", "systemd-pcrphase.service", "systemd-random-seed.service",
-    "systemd-tpm2-setup.service", "systemd-update-utmp.service",
+    "fstrim.timer", "getty.target", "kmod-static-nodes.service", "ldconfig.service", "modprobe@configfs.service",
+    "modprobe@drm.service", "modprobe@efi_pstore.service", "modprobe@fuse.service", "serial-getty@ttyS0.service",
+    "systemd-binfmt.service", "systemd-hwdb-update.service", "systemd-journal-catalog-update.service",
+    "systemd-pcrphase.service", "systemd-random-seed.service", "systemd-tpm2-setup.service",
+    "systemd-update-utmp.service",
 )  # fmt: skip
 _AGENT = """\
 [Unit]

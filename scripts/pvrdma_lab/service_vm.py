@@ -1,7 +1,7 @@
-"""The service machine: the quick start's installation in a copy of the tree, a disk made of it, and its virtual machine.
+"""The service machine: the quick start's installation in a copy of the tree, a disk made of it, and a VM on that.
 
-The installation runs natively in a chroot, with the network that apt and pip need; what takes a running system (systemd,
-the servers, a guest) then happens in a virtual machine without one.
+The installation runs natively in a chroot, with the network that apt and pip need. What takes a running system
+(systemd, the servers, a guest) then happens in a virtual machine without a network.
 """
 
 import os
@@ -23,7 +23,7 @@ IMAGE_SIZE = "6G"  # sparse
 # Where the clone, the nested guest and the tests' own files lie in the machine.
 CLONE = "root/pvrdma-server"
 NESTED = "nested"
-TESTS = "root/tests"
+TESTS = "srv/tests"
 _TEST_FILES = ("vfu_client.py",)
 _CERTIFICATES = "etc/ssl/certs/ca-certificates.crt"
 
@@ -71,7 +71,17 @@ class ServiceVm(AgentVm):
         if work.exists():
             remove_tree(work)
         self._add_files(work / "files", source_archive)
-        argv = ["unshare", "--mount", "sh", "-c", _INSTALL, "sh", files.tree, work, IMAGE_SIZE]
+        argv = [
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            _INSTALL,
+            "sh",
+            str(files.tree),
+            str(work),
+            IMAGE_SIZE,
+        ]
         done = subprocess.run(
             argv,
             stdin=subprocess.DEVNULL,
@@ -107,7 +117,7 @@ class ServiceVm(AgentVm):
         shutil.unpack_archive(source_archive, root / "root", filter="data")
         (unpacked,) = (root / "root").glob("pvrdma_server-*")
         unpacked.rename(root / CLONE)
-        (root / TESTS).mkdir()
+        (root / TESTS).mkdir(parents=True)
         for name in _TEST_FILES:
             shutil.copy(paths.REPOSITORY / "tests" / name, root / TESTS)
         nested = find_nested()
@@ -117,7 +127,8 @@ class ServiceVm(AgentVm):
         for path in (nested.kernel, nested.initrd):
             shutil.copy(path, root / NESTED)
         exports = "".join(
-            f"export {name}={shlex.quote(value)}\n" for name, value in _network_settings(root).items()
+            f"export {name}={shlex.quote(value)}\n"
+            for name, value in _network_settings(root).items()
         )
         (root / "install.sh").write_text(f"{exports}cd /root\n{packages}{install}")
 
