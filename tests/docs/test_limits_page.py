@@ -1,0 +1,28 @@
+"""The numbers in docs/limits.md are those of the code."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from pvrdma_server.backend_soft import SoftConfig
+from pvrdma_server.caps import LIMIT_NAMES, DeviceConfig, survivable
+
+PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
+_ROW = re.compile(r"^\| `(\w+)` \|[^|]+\| (\d+) \| (\d+) \|$", re.M)
+
+
+def test_defaults_and_most() -> None:
+    rows = {
+        name: (int(default), int(most)) for name, default, most in _ROW.findall(PAGE.read_text())
+    }
+    soft = SoftConfig(name="any", node_guid=bytes(8))
+    own = {field.name for field in fields(SoftConfig)}
+    huge = dict.fromkeys(LIMIT_NAMES, 1 << 31)
+    expected = {}
+    for name in LIMIT_NAMES:
+        device = getattr(DeviceConfig(), name)
+        default = min(device, getattr(soft, name)) if name in own else device
+        # The size of an entry grows with the elements: the most of one limit is with the others at their defaults.
+        alone = survivable(DeviceConfig()._replace(**{name: huge[name]}))
+        expected[name] = (default, getattr(alone, name))
+    assert rows == expected
