@@ -3,6 +3,7 @@
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from pvrdma_server.backend_soft import SoftConfig
 from pvrdma_server.caps import LIMIT_NAMES, DeviceConfig, survivable
@@ -17,12 +18,12 @@ def test_defaults_and_most() -> None:
     }
     soft = SoftConfig(name="any", node_guid=bytes(8))
     own = {field.name for field in fields(SoftConfig)}
-    huge = dict.fromkeys(LIMIT_NAMES, 1 << 31)
     expected = {}
     for name in LIMIT_NAMES:
         device = getattr(DeviceConfig(), name)
         default = min(device, getattr(soft, name)) if name in own else device
         # The size of an entry grows with the elements: the most of one limit is with the others at their defaults.
-        alone = survivable(DeviceConfig()._replace(**{name: huge[name]}))
+        most: dict[str, Any] = {name: 1 << 31}
+        alone = survivable(DeviceConfig(**most))
         expected[name] = (default, getattr(alone, name))
     assert rows == expected
