@@ -22,7 +22,7 @@ from pvrdma_server.mad_frames import (
     Send,
     Unregister,
 )
-from pvrdma_server.mad_hub.cm import NotRelayed, parse
+from pvrdma_server.mad_hub.cm import RELAYED, NotRelayed, parse
 from pvrdma_server.mad_hub.connections import ConnectionTable
 from pvrdma_server.mad_hub.switch import Client, MadSwitch
 
@@ -35,15 +35,19 @@ gids = st.sampled_from(GIDS[:SLOTS]) | st.sampled_from(GIDS)
 ids = st.integers(0, 4)
 tids = st.integers(0, 3)
 likely = st.one_of(
-    st.builds(cm_mad, st.sampled_from(list(CmAttrId)), ids, ids, tid=tids),
+    st.builds(
+        cm_mad, st.sampled_from([*sorted(RELAYED), CmAttrId.CLASS_PORT_INFO]), ids, ids, tid=tids
+    ),
     st.builds(req, ids, gids, gids, tid=tids),
     st.builds(rep, ids, ids, tid=tids),
     st.builds(rtu, ids, ids, tid=tids),
     st.builds(sidr_req, ids, gids, gids, tid=tids),
 )
 cut = st.builds(lambda mad, end: mad[:end], likely, st.integers(0, 256))
-payloads = st.one_of(likely, likely, cut, st.binary(max_size=256))
-datagrams = st.builds(Datagram, gids, gids, payloads)
+payloads = st.one_of(likely, cut, st.binary(max_size=40))
+qpns = st.sampled_from([1] * 9 + [0])
+# Not builds(), which would make up the other fields, too.
+datagrams = st.tuples(gids, gids, payloads, qpns, qpns).map(lambda fields: Datagram(*fields))
 slots = st.integers(0, SLOTS - 1)
 
 
@@ -188,7 +192,7 @@ class HostileHub(RuleBasedStateMachine):
 
 
 TestHostileHub = HostileHub.TestCase
-TestHostileHub.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHostileHub.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 @pytest.fixture(autouse=True)
