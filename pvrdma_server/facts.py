@@ -20,8 +20,8 @@ from pvrdma_server.objects import Armed, Cq, Gid, Mr, Pd, Qp, Srq, UserContext
 
 _V4_MAPPED: Final = bytes(10) + b"\xff\xff"
 _GID_TYPES: Final = {int(GidType.ROCE_V1): "RoCE v1", int(GidType.ROCE_V2): "RoCE v2"}
-# States in which a connected queue pair knows its peer.
-_CONNECTED: Final = (QpState.RTR, QpState.RTS, QpState.SQD, QpState.SQE)
+# States in which a connected queue pair has a peer; in ERR, the one it had.
+_CONNECTED: Final = (QpState.RTR, QpState.RTS, QpState.SQD, QpState.SQE, QpState.ERR)
 
 
 def plain(counters: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _srq(srq: Srq) -> dict[str, Any]:
 
 
 def _qp(qp: Qp) -> dict[str, Any]:
-    connected = qp.qp_type == QpType.RC and qp.state in _CONNECTED
+    connected = qp.qp_type == QpType.RC and qp.state in _CONNECTED and qp.attr.dest_qp_num != 0
     return {
         "handle": qp.handle, "qpn": qp.backend.qpn, "type": _name(QpType, qp.qp_type),
         "state": _name(QpState, qp.state), "pd": qp.pd.handle, "context": _owner(qp.pd.ctx),

@@ -36,8 +36,8 @@ _MORE: Final = {
             ("SIGTERM, SIGINT", "End. The guest's device is reset first."),
             (
                 "SIGHUP",
-                "Read the file of --config again. The log level is taken over; what else has changed is named in the "
-                "log and needs a restart. Without --config it ends the server.",
+                ("Read the file of --config again. The log level is taken over; what else has changed is named in the "
+                "log and needs a restart. Without --config it ends the server."),
             ),
         ],
         "ENVIRONMENT": [
@@ -46,8 +46,8 @@ _MORE: Final = {
             ("JOURNAL_STREAM", "If stderr is the journal, records carry their priority."),
         ],
         "FILES": [
-            ("/etc/pvrdma/VM.toml", "The configuration of one VM's server (pvrdma-server@VM.service): the options as "
-             "keys, without the dashes. The command line counts more."),
+            ("/etc/pvrdma/VM.toml", ("The configuration of one VM's server (pvrdma-server@VM.service): the options as "
+             "keys, without the dashes. The command line counts more.")),
         ],
         "EXIT STATUS": [
             ("0", "Ended as asked; with --check: it would work."),
