@@ -50,7 +50,7 @@ def test_who_is_not_in_the_group_cannot_connect(running: Machine) -> None:
 
 
 def test_pvrdma_ctl_reaches_it(running: Machine) -> None:
-    status = json.loads(running.check("pvrdma-ctl status /run/pvrdma/vm1/status.sock"))
+    status = json.loads(running.check("pvrdma-ctl status --json vm1"))
     assert status["state"] == "reset"
 
 
@@ -128,18 +128,31 @@ def test_reload_reads_the_file_again(running: Machine) -> None:
 
 
 def test_a_wrong_file_is_named_in_the_journal(running: Machine) -> None:
+    """And systemd does not try again, for nothing would change."""
     running.check("echo 'fabrik = \"x\"' >>/etc/pvrdma/vm1.toml")
-    running.run(f"systemctl restart {UNIT}")
-    running.wait_for("given up", f"systemctl is-failed {UNIT}")
+    assert not running.run(f"systemctl restart {UNIT}").ok
+    shown = running.show(UNIT, "ActiveState", "ExecMainStatus", "NRestarts")
+    assert shown == {"ActiveState": "failed", "ExecMainStatus": "78", "NRestarts": "0"}
     journal = running.journal()
     running.check("sed -i /fabrik/d /etc/pvrdma/vm1.toml")
-    assert (
-        '/etc/pvrdma/vm1.toml: fabrik = "x": there is no key of that name; did you mean fabric?'
-        in journal
+    assert '/etc/pvrdma/vm1.toml: fabrik = "x": there is no key of that name' in journal
+
+
+def test_the_hub_of_the_mad_relay_runs_beside_it(running: Machine) -> None:
+    """Without a device of that name it says so and stays, for the VMs of this host."""
+    hub = "pvrdma-mad-hub@none0.service"
+    running.check(f"systemctl start {hub}")
+    assert running.show(hub, "ActiveState", "Type") == {"ActiveState": "active", "Type": "notify"}
+    sockets = running.check(
+        "stat -c '%U:%G %a' /run/pvrdma-mad-hub/none0 /run/pvrdma-mad-hub/none0/hub.sock"
     )
+    assert sockets.splitlines()[0] == "pvrdma:pvrdma 750"
+    assert "umad_unavailable" in running.journal(hub)
+    running.check(f"systemctl stop {hub}")
+    assert running.show(hub, "Result") == {"Result": "success"}
 
 
 def test_its_units_are_hardened(served: Machine) -> None:
-    """Of 100: below 20 is what systemd calls OK; 14 was reached."""
+    """In tenths: below 20 is what systemd calls OK; 12 was reached."""
     for unit in served.check("cd /opt/pvrdma-server/lib/systemd/system; ls *@.service").split():
         served.check(f"systemd-analyze security --no-pager --offline=true --threshold=16 {unit}")

@@ -21,7 +21,7 @@ def test_a_guest_binds_its_driver(running: Machine) -> None:
         running.wait_for(
             "the guest's GIDs",
             "systemctl is-active vm1.service >/dev/null || exec systemctl status --no-pager vm1.service; "
-            "pvrdma-ctl status /run/pvrdma/vm1/status.sock | grep -i 0a09006f",
+            "pvrdma-ctl status --json vm1 | grep -i 0a09006f",
             BOOT_S,
         )
         looked = running.follow("Look at it")
