@@ -7,10 +7,16 @@ import click
 import trio
 
 from pvrdma_server import __version__, logs
-from pvrdma_server.errors import PvrdmaError
+from pvrdma_server.errors import ConfigError, PvrdmaError
 from pvrdma_server.mad_hub.daemon import HubConfig, serve
 from pvrdma_server.mad_hub.umad import Umad
 from pvrdma_server.status import read_status
+
+
+class ConfigFailure(click.ClickException):
+    """What was asked for cannot be had, so that a service manager need not try again. Source: EX_CONFIG, sysexits.h."""
+
+    exit_code = 78
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -67,13 +73,13 @@ def main(
     failures: list[str] = []
     try:
         trio.run(serve, config, port)
-    except* PvrdmaError as group:
+    except* ConfigError as group:
         failures = [str(e) for e in _leaves(group)]
     if failures:
-        raise click.ClickException("; ".join(failures))
+        raise ConfigFailure("; ".join(failures))
 
 
-def _leaves(group: BaseExceptionGroup[PvrdmaError]) -> Iterator[PvrdmaError]:
+def _leaves(group: BaseExceptionGroup[ConfigError]) -> Iterator[ConfigError]:
     for e in group.exceptions:
         if isinstance(e, BaseExceptionGroup):
             yield from _leaves(e)

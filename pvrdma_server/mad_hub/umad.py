@@ -208,7 +208,9 @@ class Umad:
         try:
             fd = self._kernel.open(path)
         except OSError as e:
-            raise UmadError(f"{path} of {self.name}: {e.strerror}; run the hub as root") from e
+            raise UmadError(
+                f"{path} of {self.name}: {e.strerror}; the hub needs root, or a group that may open it"
+            ) from e
         try:
             self._kernel.ioctl(fd, ENABLE_PKEY, b"")
         except OSError as e:

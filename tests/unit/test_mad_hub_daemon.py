@@ -659,7 +659,7 @@ def test_the_command(tmp_path: Path) -> None:
             text=True,
             timeout=60,
         )
-        assert second.returncode == 1
+        assert second.returncode == 78
         assert "somebody serves there" in second.stderr
         hub.send_signal(signal.SIGHUP)
         hub.send_signal(signal.SIGTERM)
