@@ -29,14 +29,16 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """The machine, up, with what section "Install" installs."""
     folder = tmp_path_factory.mktemp("source")
     archive = build("build_sdist", copy_clone(folder / "clone"), folder / "archive")
-    vm = ServiceVm()
     with locked("service-tests"):
+        vm = ServiceVm()
         vm.down()
-        installation = vm.install(archive)
-        vm.up()
-        yield Machine(vm, installation)
-        if not os.environ.get(_KEEP):
-            vm.remove()
+        try:
+            installation = vm.install(archive)
+            vm.up()
+            yield Machine(vm, installation)
+        finally:
+            if not os.environ.get(_KEEP):
+                vm.remove()
 
 
 @pytest.fixture(scope="session")
