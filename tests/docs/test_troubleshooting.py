@@ -20,7 +20,7 @@ def test_it_is_explained(message: Message) -> None:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ('raise ConfigError(f"the file {path}: is bad, {why}")', ": is bad,"),
+        ('raise ConfigError(f"file {path}: is quite bad, {why}")', ": is quite bad,"),
         ('raise BackendError(EINVAL, "reg_mr", f"{n} bytes") from e', "reg_mr"),
         ('raise click.UsageError("one " "of them")', "one of them"),
         ('self._log.warning("an_event", value=1)', "an_event"),
