@@ -23,10 +23,10 @@ def status_view(
 ) -> RenderableType:
     """The status, the GIDs, and the tables of objects named in `kinds`."""
     parts: list[RenderableType] = [_summary(status), gid_table(objects["gids"], status)]
-    parts += [_TABLES[kind](objects) for kind in kinds]
+    parts += [_TABLES[kind](objects) for kind in kinds if objects[kind]]
     if status["recent_guest_errors"]:
         parts.append(_errors(status["recent_guest_errors"]))
-    if status["fabric"] is not None:
+    if status["fabric"] is not None and status["fabric"]["peers"]:
         parts.append(_peers(status["fabric"]))
     left_out = objects["left_out"]
     if left_out:
@@ -36,7 +36,14 @@ def status_view(
 
 
 def _table(title: str, *columns: str, right: Iterable[str] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(
+        title=f"\n{title}",
+        title_justify="left",
+        title_style="bold",
+        min_width=len(title),
+        box=None,
+        pad_edge=False,
+    )
     numbers = set(right)
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
@@ -148,9 +155,14 @@ def mr_table(objects: Mapping[str, Any]) -> Table:
     table = _table("Memory regions", "handle", "owner", "PD", "length", "lkey", "rkey",
                    right=["handle", "PD", "length"])  # fmt: skip
     for mr in objects["mrs"]:
-        _add(table, mr["handle"], _owner(mr["context"]), mr["pd"], size(mr["length_bytes"]),
+        _add(table, mr["handle"], _owner(mr["context"]), mr["pd"], _length(mr),
              f"{mr['lkey']:#x}", f"{mr['rkey']:#x}")  # fmt: skip
     return table
+
+
+def _length(mr: Mapping[str, Any]) -> str:
+    # The kernel's region of all memory has no length of its own.
+    return size(mr["length_bytes"]) if mr["length_bytes"] else "all"
 
 
 def pd_table(objects: Mapping[str, Any]) -> Table:
@@ -190,8 +202,9 @@ def _errors(errors: Sequence[Mapping[str, Any]]) -> Table:
 
 def _peers(fabric: Mapping[str, Any]) -> Table:
     peers = fabric["peers"]
-    columns = list(peers[0]) if peers else ["none"]
-    table = _table(f"Servers met in {fabric['folder']}", *columns)
+    table = _table(
+        f"Servers met in {fabric['folder']}", *(key.replace("_", " ") for key in peers[0])
+    )
     for peer in peers:
         _add(table, *peer.values())
     return table

@@ -51,8 +51,9 @@ _MORE: Final = {
         ],
         "EXIT STATUS": [
             ("0", "Ended as asked; with --check: it would work."),
-            ("1", "Something cannot be had; the message says what to change. With --check: it would not work."),
+            ("1", "It failed; the message says why. With --check: it would not work."),
             ("2", "The command line is wrong."),
+            ("78", "What was asked for cannot be had, and trying again is of no use; the message says what to change."),
         ],
     },
     "pvrdma-ctl": {
