@@ -15,10 +15,37 @@ _CDEF = """
 void ring_fence(void);
 int ring_linger(const uint64_t *head, uint64_t head_seen, const uint64_t *room, uint64_t room_seen,
                 const uint8_t *stop, int64_t limit_ns);
+
+struct ring_piece { uint64_t address, length; uint8_t *memory; };
+
+struct ring_landing {
+    uint8_t *data; uint64_t capacity, tail, head;
+    uint32_t dst_qpn, src_qpn, psn, rkey, max_length, limit;
+    uint64_t limit_bytes;
+    struct ring_piece piece;
+    uint32_t messages; uint64_t bytes;
+};
+void ring_land_writes(struct ring_landing *);
+
+struct ring_sent { uint64_t wr_id, remote_addr, addr; uint32_t length, rkey, flags, unused; };
+
+struct ring_posting {
+    const uint32_t *prod_tail; uint32_t cons_head, index_mask;
+    const uint8_t *entries; uint32_t entry_size, slots, lkey, max_length, limit;
+    uint64_t limit_bytes;
+    struct ring_piece piece;
+    uint8_t *data; uint64_t *head_word; uint64_t capacity, head, tail, reserve;
+    uint32_t dst_qpn, src_qpn, psn;
+    uint32_t messages; uint64_t bytes;
+    struct ring_sent sent[256];
+};
+void ring_post_writes(struct ring_posting *);
 """
 
 _SOURCE = r"""
+#include <stdbool.h>
 #include <stdint.h>
+#include <string.h>
 #include <time.h>
 
 void ring_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
@@ -56,6 +83,153 @@ int ring_linger(const uint64_t *head, uint64_t head_seen, const uint64_t *room, 
         }
     } while (now_ns() < end_ns);
     return 0;
+}
+
+/* --- RDMA WRITEs of one message each, many in one call ---------------------------------------------------------- */
+
+/* The messages' header; see wire.py. Both machines of a fabric are this one. */
+struct header {
+    uint8_t kind, flags, code, version;
+    uint32_t dst_qpn, src_qpn, psn, length, rkey;
+    uint64_t remote_addr;
+    uint32_t total, imm;
+    uint64_t operand_a, operand_b, offset;
+};
+_Static_assert(sizeof(struct header) == 64, "header");
+
+/* A send queue's entry with one element; see vmw_pvrdma_abi.py. */
+struct entry {
+    uint64_t wr_id;
+    uint32_t num_sge, total_len, opcode, send_flags, ex, unused1;
+    uint64_t remote_addr;
+    uint32_t rkey, unused2[9];
+    uint64_t addr;
+    uint32_t length, lkey;
+};
+_Static_assert(sizeof(struct entry) == 96, "entry");
+
+enum { WRITE = 2, VERSION = 1, WHOLE = 1 | 2, SOLICITED = 4, ACK_REQUEST = 32 };
+enum { OPCODE_RDMA_WRITE = 0, SIGNALED = 2 };
+enum { TAIL = 8, ALIGN = 63, PSN_MASK = 0xffffff };
+
+struct ring_piece { uint64_t address, length; uint8_t *memory; };
+
+struct ring_landing {
+    uint8_t *data; uint64_t capacity, tail, head;
+    uint32_t dst_qpn, src_qpn, psn, rkey, max_length, limit;
+    uint64_t limit_bytes;
+    struct ring_piece piece;
+    uint32_t messages; uint64_t bytes;
+};
+
+struct ring_sent { uint64_t wr_id, remote_addr, addr; uint32_t length, rkey, flags, unused; };
+
+struct ring_posting {
+    const uint32_t *prod_tail; uint32_t cons_head, index_mask;
+    const uint8_t *entries; uint32_t entry_size, slots, lkey, max_length, limit;
+    uint64_t limit_bytes;
+    struct ring_piece piece;
+    uint8_t *data; uint64_t *head_word; uint64_t capacity, head, tail, reserve;
+    uint32_t dst_qpn, src_qpn, psn;
+    uint32_t messages; uint64_t bytes;
+    struct ring_sent sent[256];
+};
+
+static bool within(const struct ring_piece *p, uint64_t address, uint64_t length)
+{
+    return address >= p->address && length <= p->length && address - p->address <= p->length - length;
+}
+
+static uint64_t record_size(uint64_t length) { return sizeof(struct header) + ((length + ALIGN) & ~(uint64_t)ALIGN); }
+
+/* Out of the ring, whose end may cut it anywhere. The last 8 bytes land after all others. */
+static void copy_out(uint8_t *to, const uint8_t *data, uint64_t capacity, uint64_t from, uint64_t length)
+{
+    uint8_t last[TAIL];
+    uint64_t most = length > TAIL ? length - TAIL : 0, left = length - most;
+    uint64_t first = from + most <= capacity ? most : from < capacity ? capacity - from : 0;
+    memcpy(to, data + from, first);
+    memcpy(to + first, data + ((from + first) & (capacity - 1)), most - first);
+    for (uint64_t i = 0; i < left; i++)
+        last[i] = data[(from + most + i) & (capacity - 1)];
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    if (left == TAIL)
+        memcpy(to + most, last, TAIL); /* one store */
+    else
+        memcpy(to + most, last, left);
+}
+
+static void copy_in(uint8_t *data, uint64_t capacity, uint64_t to, const uint8_t *from, uint64_t length)
+{
+    uint64_t first = to + length <= capacity ? length : to < capacity ? capacity - to : 0;
+    memcpy(data + to, from, first);
+    memcpy(data + ((to + first) & (capacity - 1)), from + first, length - first);
+}
+
+/* Takes messages as long as each is the whole WRITE that follows the one before, into this piece of memory. The
+   header is a snapshot; the producer may change anything at any time and spoils its own data only. */
+void ring_land_writes(struct ring_landing *t)
+{
+    for (t->messages = 0, t->bytes = 0; t->messages < t->limit && t->bytes < t->limit_bytes; t->messages++) {
+        struct header h;
+        uint64_t at = t->tail & (t->capacity - 1), there = t->head - t->tail;
+        if (there < sizeof h)
+            return;
+        memcpy(&h, t->data + at, sizeof h);
+        __asm__ volatile("" ::: "memory"); /* what is checked is what is used */
+        if (h.kind != WRITE || h.version != VERSION || (h.flags & ~(SOLICITED | ACK_REQUEST)) != WHOLE
+            || h.dst_qpn != t->dst_qpn || h.src_qpn != t->src_qpn || h.psn != t->psn || h.rkey != t->rkey
+            || !h.length || h.length > t->max_length || h.length != h.total
+            || record_size(h.length) > there
+            || !within(&t->piece, h.remote_addr, h.length))
+            return;
+        copy_out(t->piece.memory + (h.remote_addr - t->piece.address), t->data, t->capacity, at + sizeof h, h.length);
+        t->tail += record_size(h.length);
+        t->bytes += h.length;
+        t->psn = (t->psn + 1) & PSN_MASK;
+    }
+}
+
+/* Takes entries as long as each is a WRITE of one message out of this piece of memory, and sends them. The caller
+   moves cons_head; entries are snapshots. */
+void ring_post_writes(struct ring_posting *p)
+{
+    uint64_t published = p->head;
+    uint32_t tail = __atomic_load_n(p->prod_tail, __ATOMIC_ACQUIRE), used = (tail - p->cons_head) & p->index_mask;
+    uint32_t most = p->limit < p->slots ? p->limit : p->slots;
+    p->messages = 0, p->bytes = 0;
+    if (tail & ~p->index_mask || used > (p->index_mask >> 1) + 1)
+        return;
+    most = most < used ? most : used;
+    for (; p->messages < most && p->bytes < p->limit_bytes; p->messages++) {
+        struct entry e;
+        memcpy(&e, p->entries + (uint64_t)p->messages * p->entry_size, sizeof e);
+        __asm__ volatile("" ::: "memory");
+        if (e.opcode != OPCODE_RDMA_WRITE || e.num_sge != 1 || e.send_flags & ~SIGNALED || e.lkey != p->lkey
+            || !e.length || e.length > p->max_length || !within(&p->piece, e.addr, e.length))
+            break;
+        uint64_t size = record_size(e.length), at = p->head & (p->capacity - 1);
+        if (p->head + size - p->tail > p->capacity - p->reserve)
+            break;
+        struct header h = {
+            .kind = WRITE, .flags = WHOLE, .version = VERSION, .dst_qpn = p->dst_qpn, .src_qpn = p->src_qpn,
+            .psn = p->psn, .length = e.length, .rkey = e.rkey, .remote_addr = e.remote_addr, .total = e.length,
+        };
+        copy_in(p->data, p->capacity, at + sizeof h, p->piece.memory + (e.addr - p->piece.address), e.length);
+        memcpy(p->data + at, &h, sizeof h);
+        p->sent[p->messages] = (struct ring_sent){
+            e.wr_id, e.remote_addr, e.addr, e.length, e.rkey, e.send_flags, 0,
+        };
+        p->head += size;
+        p->bytes += e.length;
+        p->psn = (p->psn + 1) & PSN_MASK;
+        /* The consumer starts meanwhile, but not at every cache line. */
+        if (p->head - published >= 4096) {
+            __atomic_store_n(p->head_word, p->head, __ATOMIC_RELEASE);
+            published = p->head;
+        }
+    }
+    __atomic_store_n(p->head_word, p->head, __ATOMIC_RELEASE);
 }
 """
 

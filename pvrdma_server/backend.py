@@ -118,6 +118,26 @@ class Completion(NamedTuple):
     network_hdr_type: int = 0
 
 
+class SendEntries(NamedTuple):
+    """Produced entries as they lie in guest memory, for who takes many in one go.
+
+    Attributes:
+        prod_tail: a view that begins with the guest's index, which may move.
+        cons_head: our index, of the first entry.
+        index_mask: what indices run modulo, less one.
+        slots: the entries from the first on, used or not, as far as they are in a row.
+        entry_size: bytes of an entry.
+        signal_all: every one of them completes with a completion.
+    """
+
+    prod_tail: memoryview
+    cons_head: int
+    index_mask: int
+    slots: memoryview
+    entry_size: int
+    signal_all: bool
+
+
 class QpInit(NamedTuple):
     """What a queue pair is created with, checked against the limits. `srq` is the backend's SRQ or None."""
 
@@ -134,6 +154,16 @@ class QpOwner(Protocol):
 
     def pop_send(self) -> SendWr | None:
         """Take the next posted send, or None. The ring slot is free afterwards, whatever becomes of the request."""
+
+    def peek_sends(self) -> SendEntries | None:
+        """What is posted, where it lies, for a backend that takes simple requests many at a time; None: use `pop_send`.
+
+        Whoever takes of them the first so many says so with `took_sends`, and decodes and checks them as `pop_send`
+        would. The entries may change at any time.
+        """
+
+    def took_sends(self, count: int) -> None:
+        """The first `count` of what `peek_sends` returned were taken; their slots are free."""
 
     def pop_recv(self) -> RecvWr | None:
         """Take the next posted receive from the QP's own receive queue, or None."""

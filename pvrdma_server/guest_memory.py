@@ -112,6 +112,17 @@ class GuestMemory:
             position += take
         return views
 
+    def piece_untrusted(self, address: int, *, writable: bool = False) -> tuple[int, memoryview]:
+        """(guest address, view) of the whole region around `address`.
+
+        Raises:
+            BadGuestAddress: nothing is mapped there, or no RAM, or read-only memory where `writable` is asked.
+        """
+        region = self._region_at(address, address, 1)
+        if region.view is None or (writable and not region.writable):
+            raise BadGuestAddress(address, 1, "not such memory")
+        return region.iova, region.view
+
     def page_untrusted(self, address: int) -> memoryview:
         """One writable guest page at a page-aligned address.
 
@@ -244,6 +255,18 @@ class GuestPages:
             found.append(views[index][:left])
             left -= len(found[-1])
         return found
+
+    def piece_untrusted(self, offset: int) -> tuple[int, memoryview]:
+        """(offset, view) of the whole run of pages around byte `offset` of the linear space.
+
+        Raises:
+            BadGuestAddress: outside the pages, or the memory is not mapped at the moment.
+        """
+        if not 0 <= offset < self.length_bytes:
+            raise BadGuestAddress(offset, 1, "outside the object's pages")
+        views = self._views if self._views is not None else self._resolve()
+        index = bisect_right(self._offsets, offset) - 1
+        return self._offsets[index], views[index]
 
     def page_untrusted(self, index: int) -> memoryview:
         """Page `index` as one view of 4096 bytes.

@@ -22,6 +22,7 @@ from pvrdma_server.backend import (
     Completion,
     RecvWr,
     Refused,
+    SendEntries,
     SendWr,
 )
 from pvrdma_server.errors import BackendError, BadGuestAddress, BadRingIndex, BadWqe, GuestError
@@ -365,6 +366,22 @@ class Qp:
         except BadWqe as e:
             self._hooks.guest_error("sq", e)
             return SendWr(wr_id_of(wqe), 0, 0, True, bytes(4), (), Refused(e.status, str(e)))
+
+    def peek_sends(self) -> SendEntries | None:
+        """See `backend.QpOwner`."""
+        try:
+            peeked = self.sq.peek_untrusted()
+        except GuestError:
+            return None  # `pop_send` will say so
+        if peeked is None:
+            return None
+        return SendEntries(*peeked, self.sq.entry_size, self._rules.sq_sig_all)
+
+    def took_sends(self, count: int) -> None:
+        """See `backend.QpOwner`."""
+        self.sends += count
+        with suppress(GuestError):
+            self.sq.skip_untrusted(count)
 
     def pop_recv(self) -> RecvWr | None:
         """See `backend.QpOwner`."""

@@ -137,6 +137,33 @@ class ConsumerRing(Ring):
         words[self._head] = (head + 1) & self._index_mask
         return entry
 
+    def peek_untrusted(self) -> tuple[memoryview, int, int, memoryview] | None:
+        """What has been produced, to be looked at and then skipped; None when there is nothing.
+
+        Returns:
+            A view that begins with `prod_tail`, `cons_head`, the indices' mask, and the entries from the oldest on,
+            used or not, as far as they are in a row.
+
+        Raises:
+            BadRingIndex, BadGuestAddress: as `pop_untrusted`.
+        """
+        words, _, head, used = self._indices_untrusted()
+        if not used:
+            return None
+        slot = head & self._slot_mask
+        length = (self.capacity - slot) * self.entry_size
+        slots = self._pages.views_untrusted(self._base + slot * self.entry_size, length)[0]
+        return words[self._tail :], head, self._index_mask, slots
+
+    def skip_untrusted(self, count: int) -> None:
+        """Free the slots of the oldest `count` entries, of which whoever peeked has copies.
+
+        Raises:
+            BadRingIndex, BadGuestAddress: as `pop_untrusted`.
+        """
+        words, _, head, _ = self._indices_untrusted()
+        words[self._head] = (head + count) & self._index_mask
+
 
 class ProducerRing(Ring):
     """A ring the device fills and the guest drains."""

@@ -5,7 +5,7 @@ only when told. Nothing here knows which backend it drives.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ from pvrdma_server.backend import (
     Rdma,
     RdmaBackend,
     RecvWr,
+    SendEntries,
     SendWr,
     Ud,
 )
@@ -87,6 +88,12 @@ class FakeOwner:
         assert not self.gone
         return self.recvs.popleft() if self.recvs else None
 
+    def peek_sends(self) -> SendEntries | None:
+        return None  # these are no entries of a ring
+
+    def took_sends(self, count: int) -> None:
+        raise AssertionError("none were there to be taken")
+
     def complete_send(self, wc: Completion) -> None:
         assert not self.gone
         self.sent.append(wc)
@@ -108,9 +115,13 @@ class FakeOwner:
 @dataclass(slots=True)
 class FakeSrqOwner:
     recvs: deque[RecvWr] = field(default_factory=deque)
+    limit_checks: int = 0
 
     def pop_recv(self) -> RecvWr | None:
         return self.recvs.popleft() if self.recvs else None
+
+    def check_limit(self) -> None:
+        self.limit_checks += 1
 
 
 def attributes(**fields: Any) -> QpAttr:
@@ -191,10 +202,13 @@ class FakeQp:
         arm = Atomic(target, compare, swap, rkey)
         return self.post(WrOpcode.ATOMIC_CMP_AND_SWP, (sge,), arm)
 
-    def datagram(self, sge: Sge, peer: "FakeQp", qkey: int = 0x1234, **kwargs: Any) -> int:
+    def datagram(
+        self, sge: Sge, peer: "FakeQp", qkey: int = 0x1234, *, opcode: int = WrOpcode.SEND,
+        **kwargs: Any,
+    ) -> int:  # fmt: skip
         av = AddressVector(1, 1, peer.station.gid, 0, 64, 7, 0x12345, bytes(6))
         arm = Ud(peer.qp.qpn, qkey, av)
-        return self.post(WrOpcode.SEND, (sge,), arm, **kwargs)
+        return self.post(opcode, (sge,), arm, **kwargs)
 
     def recv(self, *sges: Sge, refused: int = 0) -> int:
         wr_id, self.next_id = self.next_id, self.next_id + 1
@@ -313,6 +327,12 @@ class Bench:
     step_budget: int = 1 << 20
     # Host verbs do not say of a received message whether its sender asked for an event.
     tells_solicited: bool = True
+    # Whether a request that is at fault by itself also stops those before it that are under way.
+    stops_at_once: bool = False
+    # Whether a responder reports requests that its queue pair does not allow by an event, too.
+    reports_disallowed: bool = True
+    # Where a fault is told otherwise: fields of `test_faults.Case` to replace, by the case's name.
+    differs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def backends(self) -> list[RdmaBackend]:

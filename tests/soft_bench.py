@@ -8,6 +8,7 @@ from fake_owner import Bell, Bench, FakeClock, Station
 
 from pvrdma_server.backend_soft import LocalFabric, SoftBackend, SoftConfig
 from pvrdma_server.backend_soft.carrier import Endpoint, Fabric
+from pvrdma_server.backend_soft.fast_writes import Posted, WritePosting
 from pvrdma_server.errors import BackendError
 
 OK, DROP, TWICE, LATE, FULL = "ok", "drop", "twice", "late", "full"
@@ -36,6 +37,9 @@ class FaultyLink:
             inbox.append(message)
         self.target.endpoint.wake()
         return True
+
+    def send_writes(self, what: WritePosting) -> Posted | None:
+        return None
 
 
 @dataclass(slots=True, eq=False)

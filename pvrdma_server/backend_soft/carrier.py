@@ -12,6 +12,8 @@ returns for that peer's GIDs, so a peer cannot speak for another. Whatever it ca
 from collections.abc import Sequence
 from typing import Protocol
 
+from pvrdma_server.backend_soft.fast_writes import Posted, WritePosting, WriteRun
+
 
 class Carrier(Protocol):
     """One direction, from us towards one peer."""
@@ -23,6 +25,9 @@ class Carrier(Protocol):
         not change under way is copied by the sender.
         """
 
+    def send_writes(self, what: WritePosting) -> Posted | None:
+        """The short cut of `fast_writes`; None where there is none, or no room."""
+
 
 class Endpoint(Protocol):
     """Who joined a fabric."""
@@ -31,6 +36,12 @@ class Endpoint(Protocol):
 
     def receive(self, peer: Carrier, header: bytes, payload: Sequence[memoryview]) -> None:
         """A message from `peer`, untrusted: header a snapshot, payload views valid during the call."""
+
+    def more_writes(self) -> WriteRun | None:
+        """What could follow the message that was received last by the short cut of `fast_writes`."""
+
+    def landed(self, run: WriteRun, messages: int, length_bytes: int) -> None:
+        """So many messages, at least one, came by the short cut that was just offered."""
 
     def room(self, carrier: Carrier) -> None:
         """A carrier that had no room has some again."""

@@ -29,6 +29,7 @@ REMOTE_ATOMIC: Final = int(AccessFlags.REMOTE_ATOMIC)
 
 FENCE: Final = int(SendFlags.FENCE)
 SOLICIT: Final = int(SendFlags.SOLICITED)
+SIGNALED: Final = int(SendFlags.SIGNALED)
 
 OP_WRITE: Final = int(WrOpcode.RDMA_WRITE)
 OP_WRITE_IMM: Final = int(WrOpcode.RDMA_WRITE_WITH_IMM)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from errno import EADDRINUSE
 
 from pvrdma_server.backend_soft.carrier import Endpoint
+from pvrdma_server.backend_soft.fast_writes import Posted, WritePosting
 from pvrdma_server.errors import BackendError
 
 # Stops a sender whose peer is slow from queueing without end.
@@ -42,6 +43,10 @@ class LocalLink:
             self.target.endpoint.wake()
         self.queue.append((header, payload))
         return True
+
+    def send_writes(self, _what: WritePosting) -> Posted | None:
+        """See `Carrier`. There is none: nothing is copied on the way."""
+        return None
 
     def deliver(self, messages: int) -> int:
         """Hand up to `messages` to the target's endpoint; how many it were."""

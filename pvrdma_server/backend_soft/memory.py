@@ -17,6 +17,7 @@ from pvrdma_server.backend_soft.codes import (
     REMOTE_READ,
     REMOTE_WRITE,
 )
+from pvrdma_server.backend_soft.fast_writes import Piece
 from pvrdma_server.errors import BackendError, GuestError
 from pvrdma_server.guest_memory import PAGE_SIZE, GuestMemory, GuestPages
 
@@ -140,6 +141,23 @@ class KeyTable:
         if mr.dma is None:
             raise KeyFault(f"key {key:#x} is not bound to memory")
         return mr.dma.views_untrusted(address, length, writable=bool(need & _WRITES))
+
+    def piece_untrusted(self, pd: SoftPd, key: int, address: int, need: int) -> Piece:
+        """All that `key` names of the memory in a row around `address`.
+
+        Raises:
+            GuestError: as `resolve_untrusted` of the byte at `address`.
+        """
+        self.check_untrusted(pd, key, address, 1, need)
+        mr = self._by_index[key >> 8]
+        if mr.pages is not None:
+            start, view = mr.pages.piece_untrusted(mr.first + address - mr.base)
+            before = max(0, mr.first - start)
+            view = view[before : mr.first + mr.length - start]
+            return Piece(mr.base + start + before - mr.first, view)
+        if mr.dma is None:
+            raise KeyFault(f"key {key:#x} is not bound to memory")
+        return Piece(*mr.dma.piece_untrusted(address, writable=bool(need & _WRITES)))
 
     def check_untrusted(self, pd: SoftPd, key: int, address: int, length: int, need: int) -> None:
         """As `resolve_untrusted`, of keys and bounds only: the memory itself is not looked at.

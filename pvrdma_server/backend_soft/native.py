@@ -12,12 +12,13 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Final, Protocol
 
+extension: Any = None
 try:
     from pvrdma_server import _ring
+
+    extension = _ring
 except ImportError:  # not built: the forms in Python
-    _extension: Any = None
-else:
-    _extension = _ring
+    pass
 
 # x86 keeps stores in order and loads in order by itself; elsewhere publishing needs the fence, too.
 _IN_ORDER: Final = platform.machine() in ("x86_64", "AMD64", "i686")
@@ -41,7 +42,7 @@ def _nothing() -> None:
 
 
 full_fence: Final[Callable[[], object]] = (
-    _make_fence() if _extension is None else _extension.lib.ring_fence
+    _make_fence() if extension is None else extension.lib.ring_fence
 )
 """Nothing before it is reordered with anything after it."""
 order_fence: Final[Callable[[], object]] = _nothing if _IN_ORDER else full_fence
@@ -101,8 +102,8 @@ class CLinger:
     """See `Linger` and, for the arguments, `PythonLinger`."""
 
     def __init__(self, head: memoryview, room: memoryview, stop: memoryview | None) -> None:
-        ffi = _extension.ffi
-        self._wait = _extension.lib.ring_linger
+        ffi = extension.ffi
+        self._wait = extension.lib.ring_linger
         self._head = ffi.from_buffer("uint64_t[]", head)
         self._room = ffi.from_buffer("uint64_t[]", room)
         self._stop = ffi.NULL if stop is None else ffi.from_buffer("uint8_t[]", stop)
@@ -118,12 +119,12 @@ class CLinger:
 
     def release(self) -> None:
         """See `Linger`."""
-        _extension.ffi.release(self._head)
-        _extension.ffi.release(self._room)
+        extension.ffi.release(self._head)
+        extension.ffi.release(self._room)
 
 
 def make_linger(head: memoryview, room: memoryview, stop: memoryview | None) -> Linger:
     """The form that this machine has."""
-    if _extension is None:
+    if extension is None:
         return PythonLinger(head, room, stop)
     return CLinger(head, room, stop)

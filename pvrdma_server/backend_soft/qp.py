@@ -32,6 +32,7 @@ from pvrdma_server.backend_soft.codes import (
 )
 from pvrdma_server.backend_soft.context import Environment, QpContext, RecvQueue
 from pvrdma_server.backend_soft.datagram import DatagramReceiver, DatagramSender
+from pvrdma_server.backend_soft.fast_writes import WriteRun
 from pvrdma_server.backend_soft.memory import SoftPd
 from pvrdma_server.backend_soft.requester import Requester
 from pvrdma_server.backend_soft.responder import Responder
@@ -148,6 +149,21 @@ class SoftQp:
                 responder.request(message, payload)
         elif ctx.state != RTR and isinstance(sender, Requester):
             sender.response(message, payload)
+
+    def more_writes(self, peer: Carrier, message: RcMessage) -> WriteRun | None:
+        """What may follow `message`, the last one that was received, by the short cut of `fast_writes`."""
+        ctx, responder = self._ctx, self._responder
+        # The message may be one that was refused, so everything is asked again.
+        if responder is None or ctx.state not in _HEARS or not self._comm_est:
+            return None
+        if message.src_qpn != ctx.dest_qpn or self._env.port.route(ctx.dgid) is not peer:
+            return None
+        return responder.more_writes(message)
+
+    def writes_landed(self, messages: int) -> None:
+        """So many came of it."""
+        assert self._responder is not None
+        self._responder.writes_landed(messages)
 
     def receive_datagram(self, message: DatagramMessage, payload: Sequence[memoryview]) -> None:
         """A datagram whose GIDs were checked."""

@@ -33,6 +33,7 @@ from pvrdma_server.backend_soft.codes import (
     WR_FLUSH_ERR,
 )
 from pvrdma_server.backend_soft.context import QpContext
+from pvrdma_server.backend_soft.fast_writes import WriteRun
 from pvrdma_server.backend_soft.responses import ResponseQueue
 from pvrdma_server.backend_soft.scatter import (
     copy_views,
@@ -210,6 +211,30 @@ class Responder:
         self._accepted(message)
         if self._wr is not None:
             self._received(message, WC_RECV_IMM, WC_WITH_IMM, message.imm)
+
+    def more_writes(self, message: RcMessage) -> WriteRun | None:
+        """What may follow `message`, just executed: WRITEs under the same key, into memory in a row with it."""
+        ctx = self.ctx
+        if (
+            message.kind != wire.WRITE
+            or self._kind
+            or not message.length
+            or (message.psn + 1 - self.psn) & PSN_MASK
+            or not ctx.access & REMOTE_WRITE
+        ):
+            return None
+        try:
+            piece = ctx.env.keys.piece_untrusted(
+                ctx.pd, message.rkey, message.remote_addr, REMOTE_WRITE
+            )
+        except GuestError:
+            return None
+        return WriteRun(ctx.qpn, ctx.dest_qpn, self.psn & PSN_MASK, message.rkey, piece)
+
+    def writes_landed(self, messages: int) -> None:
+        """So many of them came, each a whole message."""
+        self.psn += messages
+        self.responses.acknowledge(self.psn - 1)
 
     def _take_for_imm(self) -> None:
         wr = self._take()

@@ -11,6 +11,7 @@ import mmap
 import socket
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from pvrdma_server.backend_soft.fast_writes import Posted, WritePosting
 from pvrdma_server.backend_soft.native import LINGER_PAYS, Linger, Lingered, make_linger
 from pvrdma_server.backend_soft.shm_ring import RingFault, RingReader, RingWriter
 
@@ -123,6 +124,20 @@ class ShmLink:
             self._port.look_at(self)
         return True
 
+    def send_writes(self, what: WritePosting) -> Posted | None:
+        """See `Carrier`."""
+        writer = self.writer
+        if writer is None or self.broken is not None:
+            return None
+        try:
+            posted = writer.put_writes_untrusted(what)
+        except RingFault as fault:
+            self._port.fault(self, str(fault))
+            return None
+        if posted is not None and writer.reader_sleeps():
+            self.ring_bell()
+        return posted
+
     def _no_room(self) -> bool:
         if self.dropping or self.broken is not None:
             self.lost += 1
@@ -173,6 +188,7 @@ class ShmLink:
                 messages,
                 lambda header, payload: endpoint.receive(self, header, payload),
                 self.ring_bell,
+                endpoint,
             )
         except RingFault as fault:
             self._port.fault(self, str(fault))

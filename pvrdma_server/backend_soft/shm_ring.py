@@ -20,10 +20,11 @@ fence stands between the two, on both sides, so no wake-up is lost.
 
 from collections.abc import Callable, Sequence
 from struct import Struct
-from typing import Final
+from typing import Final, Protocol
 
-from pvrdma_server.backend_soft.native import full_fence, order_fence
-from pvrdma_server.backend_soft.wire import HEADER_BYTES, MAX_CHUNK_BYTES
+from pvrdma_server.backend_soft.fast_writes import Landing, Posted, Posting, WritePosting, WriteRun
+from pvrdma_server.backend_soft.native import extension, full_fence, order_fence
+from pvrdma_server.backend_soft.wire import HEADER_BYTES, MAX_CHUNK_BYTES, WRITE
 from pvrdma_server.errors import GuestError
 
 CONTROL_BYTES: Final = 4096
@@ -41,6 +42,17 @@ _ALIGN: Final = 63
 _HEAD, _WANTS, _GIDS, _TAIL, _ASLEEP = 0, 16, 32, 48, 64
 _length_in = Struct("<I").unpack_from
 _LENGTH_AT: Final = 16
+
+
+class Shortcut(Protocol):
+    """See `carrier.Endpoint`."""
+
+    def more_writes(self) -> WriteRun | None:
+        """What may follow the message that was received last."""
+
+    def landed(self, run: WriteRun, messages: int, length_bytes: int) -> None:
+        """So many came of it."""
+
 
 Receive = Callable[[bytes, Sequence[memoryview]], None]
 
@@ -64,7 +76,17 @@ class RingWriter:
         tail: bytes consumed, as far as we know.
     """
 
-    __slots__ = ("_capacity", "_data", "_limit", "_mask", "_words", "head", "messages", "tail")
+    __slots__ = (
+        "_capacity",
+        "_data",
+        "_limit",
+        "_mask",
+        "_posting",
+        "_words",
+        "head",
+        "messages",
+        "tail",
+    )
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory[:CONTROL_BYTES].cast("Q")
@@ -73,6 +95,8 @@ class RingWriter:
         self._mask = self._capacity - 1
         self._limit = self._capacity - RESERVE_BYTES
         self.head = self.tail = self.messages = 0
+        word = self._words[_HEAD : _HEAD + 1]
+        self._posting = Posting(self._data, word, RESERVE_BYTES) if extension else None
 
     def put(self, header: bytes, payload: Sequence[memoryview]) -> bool:
         """Write a message, whole; False when there is no room.
@@ -102,6 +126,19 @@ class RingWriter:
         self._words[_HEAD] = self.head = end
         self.messages += 1
         return True
+
+    def put_writes_untrusted(self, what: WritePosting) -> Posted | None:
+        """The short cut of `fast_writes`; None where there is none, or nothing was put.
+
+        Raises:
+            RingFault: the consumer's index is impossible.
+        """
+        if self._posting is None:
+            return None
+        posted = self._posting.put_untrusted(what, self.head, self.look_untrusted())
+        self.head = posted.head
+        self.messages += posted.messages
+        return posted if posted.messages else None
 
     def _put_around(self, body: int, payload: Sequence[memoryview]) -> None:
         data, capacity = self._data, self._capacity
@@ -160,6 +197,8 @@ class RingWriter:
 
     def release(self) -> None:
         """Let the memory go."""
+        if self._posting is not None:
+            self._posting.release()
         self._words.release()
         self._data.release()
 
@@ -168,7 +207,7 @@ class RingReader:
     """The consumer's end. `tail`: bytes consumed, for ever; `messages`: how many that were."""
 
     __slots__ = (
-        "_capacity", "_data", "_gids", "_head", "_mask", "_told", "_words", "messages", "tail",
+        "_capacity", "_data", "_gids", "_head", "_landing", "_mask", "_told", "_words", "messages", "tail",
     )  # fmt: skip
 
     def __init__(self, memory: memoryview) -> None:
@@ -178,11 +217,16 @@ class RingReader:
         self._mask = self._capacity - 1
         self._head = self._told = self._gids = 0
         self.tail = self.messages = 0
+        self._landing = Landing(self._data) if extension else None
 
     def take_untrusted(
-        self, limit: int, receive: Receive, producer_waits: Callable[[], None]
+        self,
+        limit: int,
+        receive: Receive,
+        producer_waits: Callable[[], None],
+        endpoint: Shortcut | None = None,
     ) -> int:
-        """Hand up to `limit` messages to `receive`; how many it were.
+        """Hand up to `limit` messages to `receive`; how many it were. What `endpoint` takes in one go counts as one.
 
         `producer_waits` is called when the producer wants to know that there is room.
 
@@ -207,12 +251,27 @@ class RingReader:
             receive(header, payload)
             self.tail += size
             count += 1
+            if header[0] == WRITE and endpoint is not None and self._landing is not None:
+                self._land_untrusted(endpoint, self._landing)
             if self.tail - self._told >= _TELL_BYTES and self._tell():
                 producer_waits()
         self.messages += count
         if self.tail != self._told and self._tell():
             producer_waits()
         return count
+
+    def _land_untrusted(self, endpoint: Shortcut, landing: Landing) -> None:
+        # Only where another WRITE is there: to ask costs as much as a message.
+        if self.tail == self._head and not self._look_untrusted():
+            return
+        if self._data[self.tail & self._mask] != WRITE:
+            return
+        run = endpoint.more_writes()
+        if run is not None:
+            messages, length, self.tail = landing.take_untrusted(run, self.tail, self._head)
+            if messages:
+                self.messages += messages
+                endpoint.landed(run, messages, length)
 
     def _around(self, body: int, length: int) -> Sequence[memoryview]:
         if body == self._capacity:
@@ -272,5 +331,7 @@ class RingReader:
 
     def release(self) -> None:
         """Let the memory go."""
+        if self._landing is not None:
+            self._landing.release()
         self._words.release()
         self._data.release()

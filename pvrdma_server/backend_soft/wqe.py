@@ -7,7 +7,11 @@ for earlier ones); requests leave at the head only.
 
 from collections import deque
 
-from pvrdma_server.backend import SendWr
+from pvrdma_server.abi.vmw_pvrdma_abi import Sge
+from pvrdma_server.backend import Rdma, SendWr
+from pvrdma_server.backend_soft.codes import OP_WRITE, SIGNALED
+from pvrdma_server.backend_soft.fast_writes import SENT, Posted
+from pvrdma_server.backend_soft.wire import NO_IMM, WRITE
 
 
 class Wqe:
@@ -33,13 +37,62 @@ class Wqe:
         self.rkey = self.remote_addr = 0
 
 
+class SentWrites:
+    """WRITEs of one message each, sent in one call: `first`..`last` with a record each, completed from the front.
+
+    `wqes` makes ordinary requests of those that are left, for whatever is not the usual end.
+    """
+
+    __slots__ = ("_records", "first", "flying", "last", "lkey", "signal_all")
+
+    def __init__(self, posted: Posted, first: int, lkey: int, *, signal_all: bool) -> None:
+        self._records = posted.records
+        self.first, self.last = first, first + posted.messages - 1
+        self.flying, self.lkey, self.signal_all = posted.length_bytes, lkey, signal_all
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def take(self, psn: int) -> tuple[int, list[tuple[int, int]]]:
+        """Drop everything up to `psn`: (bytes, (wr_id, length) of each that is signalled)."""
+        count = min(psn, self.last) - self.first + 1
+        size = count * SENT.size
+        taken, self._records = self._records[:size], self._records[size:]
+        self.first += count
+        length_bytes, signalled = 0, []
+        for wr_id, _, _, length, _, flags, _ in SENT.iter_unpack(taken):
+            length_bytes += length
+            if flags & SIGNALED or self.signal_all:
+                signalled.append((wr_id, length))
+        self.flying -= length_bytes
+        return length_bytes, signalled
+
+    def wqes(self) -> list[Wqe]:
+        """The requests that are left, as if each had been sent by itself."""
+        found = []
+        for psn, record in enumerate(SENT.iter_unpack(self._records), self.first):
+            wr_id, remote_addr, address, length, rkey, flags, _ = record
+            wr = SendWr(
+                wr_id, OP_WRITE, flags, self.signal_all or bool(flags & SIGNALED), NO_IMM,
+                (Sge(address, length, self.lkey),), Rdma(remote_addr, rkey),
+            )  # fmt: skip
+            wqe = Wqe(wr, psn)
+            wqe.kind, wqe.last, wqe.next = WRITE, psn, psn + 1
+            wqe.total = wqe.flying = length
+            wqe.remote_addr, wqe.rkey = remote_addr, rkey
+            found.append(wqe)
+        return found
+
+
 class SendQueue:
     """The requests of one QP that were taken and are not completed."""
 
-    __slots__ = ("current", "flying", "held", "resend", "unacked")
+    __slots__ = ("current", "flying", "held", "life", "more", "resend", "unacked")
 
     def __init__(self) -> None:
-        self.unacked: deque[Wqe] = deque()
+        self.unacked: deque[Wqe | SentWrites] = deque()
+        # How many requests `unacked` holds beside one for each of its elements; how often it was cleared.
+        self.more = self.life = 0
         self.resend: deque[Wqe] = deque()
         self.current: Wqe | None = None
         self.held: SendWr | None = None
@@ -55,21 +108,57 @@ class SendQueue:
         self.unacked.clear()
         self.resend.clear()
         self.current = self.held = None
-        self.flying = 0
+        self.flying = self.more = 0
+        self.life += 1
+
+    @property
+    def taken(self) -> int:
+        """Requests that were sent whole."""
+        return len(self.unacked) + self.more
+
+    def add_writes(self, writes: SentWrites) -> None:
+        """They were sent."""
+        self.unacked.append(writes)
+        self.more += len(writes) - 1
+        self.flying += writes.flying
+
+    def writes_at_head(self) -> SentWrites | None:
+        """The oldest requests, if they were sent by the short cut."""
+        first = self.unacked[0] if self.unacked else None
+        return first if type(first) is SentWrites else None
+
+    def take_writes(self, writes: SentWrites, psn: int) -> list[tuple[int, int]]:
+        """Those at the head up to `psn` are done; (wr_id, length) of the signalled ones."""
+        count = min(psn, writes.last) - writes.first + 1
+        length_bytes, signalled = writes.take(psn)
+        self.flying -= length_bytes
+        self.more -= count
+        if not len(writes):
+            self.unacked.popleft()
+            self.more += 1
+        return signalled
 
     def head(self) -> Wqe | None:
         """The oldest request."""
         if self.unacked:
-            return self.unacked[0]
+            first = self.unacked[0]
+            if type(first) is SentWrites:
+                self.unacked.popleft()
+                self.more -= len(first) - 1
+                self.unacked.extendleft(reversed(first.wqes()))
+                return self.head()
+            assert type(first) is Wqe
+            return first
         if self.current is not None:
             return self.current
         return self.resend[0] if self.resend else None
 
     def drop_head(self) -> None:
-        """Take the oldest request out; there must be one."""
+        """Take the oldest request out, which `head` has returned."""
         unacked = self.unacked
         if unacked:
             wqe = unacked.popleft()
+            assert type(wqe) is Wqe
         elif self.current is not None:
             wqe, self.current = self.current, None
         else:
@@ -93,7 +182,13 @@ class SendQueue:
             self.resend.appendleft(self.current)
             self.current = None
         while self.unacked and self.unacked[-1].last >= psn:
-            self.resend.appendleft(self.unacked.pop())
+            last = self.unacked.pop()
+            if type(last) is SentWrites:
+                self.more -= len(last) - 1
+                self.unacked.extend(last.wqes())
+            else:
+                assert type(last) is Wqe
+                self.resend.appendleft(last)
         for wqe in self.resend:
             wqe.flying = 0
         self.flying = 0

@@ -19,7 +19,7 @@ class Words:
 
 @pytest.fixture(params=[PythonLinger, CLinger])
 def words(request: pytest.FixtureRequest) -> Words:
-    if request.param is CLinger and native._extension is None:
+    if request.param is CLinger and native.extension is None:
         pytest.skip("the extension is not built")
     return Words(request.param)
 
