@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import socket
+import struct
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,8 @@ MAX_CLIENTS: Final = 8
 BACKLOG: Final = 16
 # A reply of a server that has gone mad; the largest real ones have some MiB.
 _MAX_REPLY_BYTES: Final = 64 << 20
+# struct timeval: longer than an exchange and those before it may take.
+_ASK_TIMEOUT: Final = struct.pack("ll", int(4 * EXCHANGE_TIMEOUT_S), 0)
 
 Command = Callable[[dict[str, Any]], dict[str, Any]]
 Commands = Mapping[str, Command]
@@ -177,7 +180,9 @@ def ask(path: str, command: str, **arguments: Any) -> dict[str, Any]:
     """
     request = json.dumps({"command": command, **arguments}).encode() + b"\n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(2 * EXCHANGE_TIMEOUT_S)
+        # Not settimeout: with it a connect fails at once where others wait to be served.
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            client.setsockopt(socket.SOL_SOCKET, option, _ASK_TIMEOUT)
         try:
             client.connect(path)
             client.sendall(request)
@@ -212,6 +217,8 @@ def _why(error: OSError) -> str:
             return "is the server running, with this --status-socket?"
         case ConnectionRefusedError():
             return "the socket is left over from a server that ended"
+        case BlockingIOError():
+            return "it does not answer in time: others ask it, or it hangs"
         case PermissionError():
             return "become the server's user, or root"
     return "look at the server's log"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from pvrdma_server.errors import ConfigError
 from pvrdma_server.status import (
+    BACKLOG,
     EXCHANGE_TIMEOUT_S,
     MAX_CLIENTS,
     MAX_REQUEST_BYTES,
@@ -77,8 +78,9 @@ def path(tmp_path: Path) -> Iterator[str]:
 
 def connect(path: str) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
-    client.settimeout(60)
+    # Blocking: one with a timeout fails at once where others wait to be served.
     client.connect(path)
+    client.settimeout(60)
     return client
 
 
@@ -158,6 +160,19 @@ def test_who_goes_away_is_forgotten(path: str) -> None:
         with connect(path) as client:
             client.sendall(b'{"command": "long"}\n')
     assert read_status(path) == {"state": "active"}
+
+
+def test_more_askers_than_the_backlog_holds_are_all_answered(path: str) -> None:
+    answers: list[dict[str, Any]] = []
+    askers = [
+        threading.Thread(target=lambda: answers.append(read_status(path)))
+        for _ in range(MAX_CLIENTS + 2 * BACKLOG)
+    ]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join(60)
+    assert answers == [{"state": "active"}] * len(askers)
 
 
 def test_a_request_that_is_too_long_is_refused(path: str) -> None:
