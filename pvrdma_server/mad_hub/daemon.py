@@ -6,6 +6,7 @@ network, which is said once, and umad is tried again from time to time, or at SI
 """
 
 import os
+import resource
 import signal
 import socket
 from collections import Counter
@@ -25,8 +26,10 @@ from pvrdma_server.mad_hub.umad import UmadError
 from pvrdma_server.status import listen_unix, process_facts, serve_control
 from pvrdma_server.systemd import Notifier
 
-# Connections at a time; each is a descriptor, or two with its lane.
+# Connections at a time; each is a descriptor, or two with its lane. Fewer where the limit of descriptors is low.
 MAX_CLIENTS: Final = 1024
+DESCRIPTORS_A_CLIENT: Final = 2
+OWN_DESCRIPTORS: Final = 64
 # Connections that wait to be accepted: VMs of a host that all reconnect after a restart of the hub.
 BACKLOG: Final = 512
 # Between two tries to get the CM class, at first and at most.
@@ -85,6 +88,7 @@ class MadHub:
 
     Attributes:
         ended: why connections have ended.
+        max_clients: connections at a time.
     """
 
     def __init__(
@@ -100,8 +104,10 @@ class MadHub:
         self._port = port
         self._uids = {os.getuid(), 0, *config.allowed_uids}
         self._log: Any = structlog.get_logger(component="mad_hub")
+        self.max_clients = MAX_CLIENTS
         self._umad_state = "not asked for" if port is None else "not yet open"
         self._umad_reports = 0
+        self._open_connections = 0
         self._retry = trio.Event()
 
     # --- tasks -------------------------------------------------------------------------------------------------------
@@ -176,11 +182,15 @@ class MadHub:
                     why="its user may not connect; see --allow-uid",
                 )
                 return
-            if len(self.switch.clients) >= MAX_CLIENTS:
+            if self._open_connections >= self.max_clients:
                 self.ended["too_many"] += 1
                 return
             session = Session(self.switch, stream, {"pid": pid, "uid": uid})
-            reason = await serve(session)
+            self._open_connections += 1
+            try:
+                reason = await serve(session)
+            finally:
+                self._open_connections -= 1
             self.ended[reason] += 1
             self.switch.log.info("client_ended", client=session.name, why=reason)
 
@@ -250,6 +260,13 @@ class MadHub:
         }
 
 
+def affordable_clients() -> int:
+    """How many connections our descriptors are enough for, once their limit is as high as it may be."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return min(MAX_CLIENTS, max(1, (most - OWN_DESCRIPTORS) // DESCRIPTORS_A_CLIENT))
+
+
 def answers(path: str) -> bool:
     """Whether somebody serves at `path`; else a socket there is left over."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -268,6 +285,7 @@ async def serve(config: HubConfig, port: NetworkPort | None) -> None:
         ConfigError: it cannot serve as asked.
     """
     hub = MadHub(config, port)
+    hub.max_clients = affordable_clients()
     log: Any = structlog.get_logger(component="mad_hub")
     manager = Notifier(os.environ)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:

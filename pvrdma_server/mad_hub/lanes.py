@@ -5,21 +5,26 @@ queue, a thread while it sends, and a umad file of its own. Implements `switch.U
 """
 
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import trio
 
 from pvrdma_server.mad_frames import Datagram, DropReason
 from pvrdma_server.mad_hub.connections import MAX_CONNECTIONS
-from pvrdma_server.mad_hub.switch import HUB_LANE
 from pvrdma_server.mad_hub.umad import SendBusy, UmadError
 
-# Datagrams that wait in a client's lane; more is a guest that floods, or one whose peers are all unreachable.
+# Datagrams that wait in a lane; more is a guest that floods, or one whose peers are all unreachable.
 LANE_LENGTH: Final = 256
-# The hub's own lane has the farewells of a client that is gone.
-HUB_LANE_LENGTH: Final = MAX_CONNECTIONS
+# With the farewells of a client that is gone, which nobody repeats.
+URGENT_LANE_LENGTH: Final = LANE_LENGTH + MAX_CONNECTIONS
+# Sends that may wait in the kernel at the same time, in all lanes: each is a thread. It takes as many VMs whose peers
+# are unreachable to hold up another's.
+MAX_SENDS: Final = 256
 # Pauses before a busy send is tried again: the other MAD with its transaction id leaves within microseconds.
 BUSY_PAUSES_S: Final = (0.001, 0.004, 0.016, 0.064)
+
+
+T = TypeVar("T")
 
 
 class Sender(Protocol):
@@ -56,19 +61,22 @@ class Lanes:
         self._open_sender = open_sender
         self._on_failure = on_failure
         self._queues: dict[int, trio.MemorySendChannel[_Parcel]] = {}
+        # Not trio's default one, which has room for 40.
+        self._limiter = trio.CapacityLimiter(MAX_SENDS)
 
-    def send(self, lane: int, gid_type: int, datagram: Datagram) -> DropReason | None:
+    def send(
+        self, lane: int, gid_type: int, datagram: Datagram, *, urgent: bool = False
+    ) -> DropReason | None:
         """See `switch.Uplink`."""
         queue = self._queues.get(lane)
         if queue is None:
-            length = HUB_LANE_LENGTH if lane == HUB_LANE else LANE_LENGTH
-            queue, parcels = trio.open_memory_channel[_Parcel](length)
+            queue, parcels = trio.open_memory_channel[_Parcel](URGENT_LANE_LENGTH)
             self._queues[lane] = queue
             self._nursery.start_soon(self._run, lane, parcels)
-        try:
-            queue.send_nowait(_Parcel(gid_type, datagram))
-        except trio.WouldBlock:
+        length = URGENT_LANE_LENGTH if urgent else LANE_LENGTH
+        if queue.statistics().current_buffer_used >= length:
             return DropReason.QUEUE_FULL
+        queue.send_nowait(_Parcel(gid_type, datagram))
         return None
 
     def client_left(self, lane: int) -> None:
@@ -78,28 +86,29 @@ class Lanes:
             queue.close()
 
     async def _run(self, lane: int, parcels: trio.MemoryReceiveChannel[_Parcel]) -> None:
-        # A limiter of its own: trio's default one is shared, and would be full of sends that wait.
-        limiter = trio.CapacityLimiter(1)
         sender: Sender | None = None
         try:
             async for parcel in parcels:
                 try:
                     if sender is None:
-                        sender = await trio.to_thread.run_sync(self._open_sender, limiter=limiter)
-                    await self._send(sender, parcel, limiter)
+                        sender = await self._in_thread(self._open_sender)
+                    await self._send(sender, parcel)
                 except (UmadError, SendBusy) as e:
                     self._on_failure(lane, parcel.datagram, str(e))
         finally:
             if sender is not None:
                 with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(sender.close, limiter=limiter)
+                    await self._in_thread(sender.close)
 
-    async def _send(self, sender: Sender, parcel: _Parcel, limiter: trio.CapacityLimiter) -> None:
+    async def _send(self, sender: Sender, parcel: _Parcel) -> None:
         for pause_s in BUSY_PAUSES_S:
             try:
-                await trio.to_thread.run_sync(sender.send, *parcel, limiter=limiter)
+                await self._in_thread(sender.send, *parcel)
             except SendBusy:
                 await trio.sleep(pause_s)
             else:
                 return
-        await trio.to_thread.run_sync(sender.send, *parcel, limiter=limiter)
+        await self._in_thread(sender.send, *parcel)
+
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        return await trio.to_thread.run_sync(call, *args, limiter=self._limiter)

@@ -50,8 +50,13 @@ class Outbox(Protocol):
 class Uplink(Protocol):
     """The host's network."""
 
-    def send(self, lane: int, gid_type: int, datagram: Datagram) -> DropReason | None:
-        """Send `datagram` from the host's GID `datagram.sgid`; what waits in one lane holds up no other."""
+    def send(
+        self, lane: int, gid_type: int, datagram: Datagram, *, urgent: bool = False
+    ) -> DropReason | None:
+        """Send `datagram` from the host's GID `datagram.sgid`; what waits in one lane holds up no other.
+
+        Urgent ones have more room.
+        """
 
     def client_left(self, lane: int) -> None:
         """Nothing more comes in this lane."""
@@ -94,10 +99,6 @@ class Counters:
     refusals: Counter[str] = field(default_factory=Counter)
 
 
-# Lane of what the hub sends itself.
-HUB_LANE: Final = 0
-
-
 class MadSwitch:
     """See the module's contract.
 
@@ -110,7 +111,7 @@ class MadSwitch:
         self.clients: dict[int, Client] = {}
         self.uplink: Uplink | None = None
         self._owners: dict[bytes, Client] = {}
-        self._last_lane = HUB_LANE
+        self._last_lane = 0
         self.log = QuietLog(clock_s)
 
     def attach(
@@ -139,7 +140,7 @@ class MadSwitch:
             del self._owners[gid]
         for datagram in farewells:
             if datagram.dgid not in gids:
-                self._farewell(gids.get(datagram.sgid), datagram)
+                self._farewell(client, gids.get(datagram.sgid), datagram)
         if self.uplink is not None:
             self.uplink.client_left(client.lane)
 
@@ -246,7 +247,7 @@ class MadSwitch:
         gid_type = client.gids.pop(gid)
         del self._owners[gid]
         for datagram in client.connections.end(gid):
-            self._farewell(gid_type, datagram)
+            self._farewell(client, gid_type, datagram)
         self.log.info("gid_unregistered", client=client.name, gid=gid.hex(":", 2))
         return None
 
@@ -306,15 +307,15 @@ class MadSwitch:
         owner.connections.received(datagram, cm)
         return None
 
-    def _farewell(self, gid_type: int | None, datagram: Datagram) -> None:
-        """Tell a peer, in the name of a client that is gone, that its connection is over."""
+    def _farewell(self, client: Client, gid_type: int | None, datagram: Datagram) -> None:
+        """Tell a peer, in the name of a client that is gone, or without that GID, that its connection is over."""
         self.counters.farewells += 1
         owner = self._owners.get(datagram.dgid)
         reason: DropReason | None = DropReason.NO_ROUTE
         if owner is not None:
             reason = self._deliver(owner, datagram, parse(datagram.payload), urgent=True)
         elif self.uplink is not None and gid_type is not None:
-            reason = self.uplink.send(HUB_LANE, gid_type, datagram)
+            reason = self.uplink.send(client.lane, gid_type, datagram, urgent=True)
         if reason is not None:
             self._dropped(None, datagram, reason)
 

@@ -56,7 +56,9 @@ class FakeUplink:
     sent: list[tuple[int, int, Datagram]] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
 
-    def send(self, lane: int, gid_type: int, datagram: Datagram) -> DropReason | None:
+    def send(
+        self, lane: int, gid_type: int, datagram: Datagram, *, urgent: bool = False
+    ) -> DropReason | None:
         if self.refuse is None:
             self.sent.append((lane, gid_type, datagram))
         return self.refuse

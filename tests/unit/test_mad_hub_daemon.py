@@ -22,7 +22,7 @@ import trio
 import trio.testing
 from unit.fake_umad import FakePort
 from unit.mad_hub_bed import PATIENCE_S, Client, HubBed, play, running, small_buffers
-from unit.mads import GID_A, GID_B, GID_C, GID_NET, drep, dreq, rej, rep, req, rtu
+from unit.mads import GID_A, GID_B, GID_C, GID_NET, drep, dreq, rep, req, rtu
 
 from pvrdma_server.abi.ibta_vol1_c12 import CM_DREQ, CM_IDS
 from pvrdma_server.abi.mad import MAD_HDR, CmAttrId
@@ -192,6 +192,21 @@ def test_only_our_user_root_and_those_allowed_may_connect(tmp_path: Path) -> Non
     trio.run(main, (4242,), True)
 
 
+def test_there_is_a_limit_to_connections_greeted_or_not(tmp_path: Path) -> None:
+    async def act(bed: HubBed) -> None:
+        bed.hub.max_clients = 2
+        async with bed.client("a", GID_A) as a, bed.raw():
+            async with bed.raw() as third:
+                await Client(third).ended()
+            assert bed.hub.ended == {"too_many": 1}
+            await a.register(GID_C)
+        await bed.until(lambda: bed.hub.ended == {"too_many": 1, "left": 2})
+        async with bed.client("b", GID_B):
+            pass
+
+    play(tmp_path, act)
+
+
 def test_others_can_knock_only_where_others_are_allowed(tmp_path: Path) -> None:
     async def closed(bed: HubBed) -> None:
         assert (bed.folder / "hub").stat().st_mode & 0o777 == 0o600
@@ -269,7 +284,7 @@ def test_a_client_that_dies_tells_its_peers_and_frees_its_gids(tmp_path: Path) -
             told = await bed.port.outgoing.receive()
             assert (told.sgid, told.dgid, attr(told.payload)) == (GID_A, GID_NET, CmAttrId.REJ)
             await b.register(GID_A)
-        await bed.until(lambda: bed.port.senders_open == 1)  # the hub's own
+        await bed.until(lambda: bed.port.senders_open == 0)
 
     play(tmp_path, act)
 
@@ -390,8 +405,7 @@ def test_both_ways_to_the_network(tmp_path: Path) -> None:
             assert bed.port.receiver is not None
             bed.port.receiver.inject(Datagram(GID_NET, GID_A, rep(8, 7)))
             assert await a.datagram() == Datagram(GID_NET, GID_A, rep(8, 7))
-            await a.send(GID_A, GID_NET, rej(7, 8))
-            await bed.port.outgoing.receive()
+        assert attr((await bed.port.outgoing.receive()).payload) == CmAttrId.REJ
         await bed.until(lambda: bed.port.senders_open == 0)
 
     play(tmp_path, act)
@@ -511,6 +525,30 @@ def test_a_peer_that_cannot_be_resolved_holds_up_nobody_elses_sends(tmp_path: Pa
         finally:
             bed.port.unresolved.clear()
             bed.port.resolved.set()
+
+    play(tmp_path, act)
+
+
+def test_farewells_go_out_although_the_lane_is_full(tmp_path: Path) -> None:
+    nowhere = GID_NET[:15] + b"\x77"
+
+    async def act(bed: HubBed) -> None:
+        bed.port.unresolved.add(nowhere)
+        try:
+            async with bed.client("a", GID_A) as a:
+                for number in range(10):
+                    await a.send(GID_A, GID_NET, req(number + 1, GID_A, GID_NET))
+                    await bed.port.outgoing.receive()
+                for number in range(LANE_LENGTH + 10):
+                    await a.send(GID_A, nowhere, rtu(1000 + number, 1))
+                await bed.port.waiting.wait()
+                await bed.until(lambda: bed.drops().get("queue_full", 0) >= 9)
+        finally:
+            bed.port.unresolved.clear()
+            bed.port.resolved.set()
+        sent = [await bed.port.outgoing.receive() for _ in range(LANE_LENGTH + 11)]
+        assert [attr(d.payload) for d in sent[-10:]] == [CmAttrId.REJ] * 10
+        await bed.until(lambda: bed.port.senders_open == 0)
 
     play(tmp_path, act)
 
