@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from functools import partial
@@ -31,13 +32,14 @@ from pvrdma_server.errors import ConfigError
 from pvrdma_server.mad_frames import Datagram, Hello, Message, Ok, Refused, Register, Send, encode
 from pvrdma_server.mad_hub import session
 from pvrdma_server.mad_hub.daemon import RETRY_S, HubConfig, MadHub
-from pvrdma_server.mad_hub.lanes import BUSY_PAUSES_S, LANE_LENGTH
+from pvrdma_server.mad_hub.lanes import BUSY_PAUSES_S, LANE_LENGTH, Lanes
 from pvrdma_server.mad_hub.session import (
     HELLO_TIMEOUT_S,
     QUEUE_LENGTH,
     peer_credentials,
     printable,
 )
+from pvrdma_server.mad_hub.umad import UmadError
 from pvrdma_server.mad_old_mux import OldMuxDialect
 from pvrdma_server.status import read_status
 
@@ -75,6 +77,36 @@ def test_a_claim_of_anothers_gid_is_refused(tmp_path: Path) -> None:
             assert "held by web-1" in answer.text
 
     play(tmp_path, act)
+
+
+def test_5_all_tables_are_one_threads() -> None:
+    """Sends wait in threads; what they tell comes back to the hub's own."""
+    threads: dict[str, set[int]] = {"send": set(), "tell": set()}
+
+    class Sender:
+        def send(self, _gid_type: int, _datagram: Datagram) -> None:
+            threads["send"].add(threading.get_ident())
+            raise UmadError("no route to host")
+
+        def close(self) -> None:
+            threads["send"].add(threading.get_ident())
+
+    async def main() -> None:
+        told = trio.Event()
+
+        def failed(_lane: int, _datagram: Datagram, _why: str) -> None:
+            threads["tell"].add(threading.get_ident())
+            told.set()
+
+        async with trio.open_nursery() as nursery:
+            lanes = Lanes(nursery, Sender, failed)
+            assert lanes.send(1, 2, Datagram(GID_A, GID_NET, rtu(1, 2))) is None
+            await told.wait()
+            lanes.client_left(1)
+
+    trio.run(main)
+    assert threads["tell"] == {threading.get_ident()}
+    assert threading.get_ident() not in threads["send"]
 
 
 def test_6_a_client_that_dies_with_datagrams_on_their_way_harms_nobody(tmp_path: Path) -> None:
