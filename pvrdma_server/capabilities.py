@@ -5,8 +5,8 @@ from typing import Any
 
 from pvrdma_server import __version__
 from pvrdma_server.caps import LIMIT_NAMES, DeviceConfig, survivable
-from pvrdma_server.config import MAX_LIMIT, make_options
 from pvrdma_server.qemu_args import MIN_QEMU
+from pvrdma_server.settings import MAX_LIMIT, make_options
 
 
 def capabilities() -> dict[str, Any]:

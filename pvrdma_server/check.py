@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from pvrdma_server import qemu_args
-from pvrdma_server.config import Settings, server_config
+from pvrdma_server.config import server_config
 from pvrdma_server.errors import ConfigError
+from pvrdma_server.settings import Settings
 
 # sockaddr_un's path, and its end.
 _MAX_SOCKET_PATH: Final = 107
@@ -174,6 +175,8 @@ def _sockets(settings: Settings) -> Iterator[Finding]:
         yield _folder("fabric", Path(settings.fabric), may_be_made=True)
     if settings.state_dir is not None:
         yield _folder("state-dir", Path(settings.state_dir))
+    if settings.mad_hub is not None:
+        yield _hub(settings.mad_hub)
 
 
 def _socket(option: str, path: str) -> Finding:
@@ -187,6 +190,13 @@ def _socket(option: str, path: str) -> Finding:
         return _warning(subject, "a server listens there", "stop it before this one is started")
     found = _folder(option, there.absolute().parent)
     return found if found.is_error else _good(subject, "can be made")
+
+
+def _hub(path: str) -> Finding:
+    if _answers(path):
+        return _good(f"mad-hub {path}", "a hub listens there")
+    advice = "start pvrdma-mad-hub: until it is there, rdma_cm connects within this VM only"
+    return _warning(f"mad-hub {path}", "nobody listens there", advice)
 
 
 def _answers(path: str) -> bool:

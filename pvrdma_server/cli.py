@@ -16,11 +16,8 @@ from pvrdma_server import __version__, logs, qemu_args
 from pvrdma_server.capabilities import capabilities
 from pvrdma_server.check import check_server
 from pvrdma_server.config import (
-    SettingOption,
-    Settings,
     check_together,
     identity_of,
-    make_options,
     merge,
     needs_restart,
     read_file,
@@ -28,6 +25,7 @@ from pvrdma_server.config import (
 )
 from pvrdma_server.errors import ConfigError, PvrdmaError
 from pvrdma_server.server import serve
+from pvrdma_server.settings import SettingOption, Settings, make_options
 from pvrdma_server.status import read_status
 from pvrdma_server.systemd import check_listening, take_listening_fd
 

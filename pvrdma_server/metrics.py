@@ -48,6 +48,10 @@ _TRAFFIC: Final = (
     ("tx_messages", "pvrdma_sent_messages", "Messages sent by the embedded backend."),
     ("tx_bytes", "pvrdma_sent_bytes", "Payload bytes sent by the embedded backend."),
 )
+_MADS: Final = (
+    ("sent", "pvrdma_mads_sent", "MADs that the guest sent."),
+    ("received", "pvrdma_mads_received", "MADs that the guest received."),
+)
 _CLIENT: Final = (
     ("messages", "pvrdma_vfio_user_messages", "Messages from the vfio-user client."),
     ("attaches", "pvrdma_vfio_user_attaches", "Clients that attached."),
@@ -73,6 +77,7 @@ class StatusCollector(Collector):
         yield from _counters(status["vfio_user"], _CLIENT)
         yield from _by_label(status)
         yield from _fabric(status["fabric"])
+        yield from _connection_management(status)
 
 
 def _server(status: Mapping[str, Any]) -> Iterator[Metric]:
@@ -130,6 +135,18 @@ def _fabric(fabric: Mapping[str, Any] | None) -> Iterator[Metric]:
     if fabric is not None:
         up = sum(peer["state"] == "up" for peer in fabric["peers"])
         yield GaugeMetricFamily("pvrdma_fabric_peers", "Servers of this host that are met.", up)
+
+
+def _connection_management(status: Mapping[str, Any]) -> Iterator[Metric]:
+    gsi, relay = status.get("gsi"), status.get("mad_relay")
+    if gsi is not None:
+        yield from _counters(gsi, _MADS)
+        yield _labelled("pvrdma_mads_dropped", "MADs dropped.", "reason", gsi["dropped"])
+    if relay is not None:
+        connected = float(relay["state"] == "connected")
+        yield GaugeMetricFamily(
+            "pvrdma_mad_hub_connected", "Whether the MAD hub is met.", connected
+        )
 
 
 class MetricsPage:

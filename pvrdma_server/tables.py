@@ -65,12 +65,23 @@ def _summary(status: Mapping[str, Any]) -> Table:
         "QEMU": "attached" if status["connected"] else "not attached",
         "device": _device_text(status),
         "backend": f"{status['backend_kind']}, port {port['state']}, MTU {port.get('mtu') or _NONE}",
+        "rdma_cm": _relay_text(status),
         "objects": objects,
         "guest errors": str(errors) if errors else "none",
     }
     for name, text in rows.items():
-        table.add_row(Text(name, style="bold"), Text(text))
+        if text:
+            table.add_row(Text(name, style="bold"), Text(text))
     return table
+
+
+def _relay_text(status: Mapping[str, Any]) -> str:
+    """How connection management gets out of the VM; nothing where that is the fabric's."""
+    relay = status.get("mad_relay")
+    if relay is not None:
+        hub = f", {relay['hub']}" if relay["hub"] else ""
+        return f"{relay['state']} at {relay['socket']}{hub}"
+    return "no hub (--mad-hub): connects within this VM only" if status.get("gsi") else ""
 
 
 def _device_text(status: Mapping[str, Any]) -> str:
@@ -93,13 +104,21 @@ def gid_table(gids: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> R
                 table, row["index"], row["address"], row["type"], _embedded(status), None, None, ""
             )
             continue
-        missing = host["gid_index"] is None
-        note = f"MISSING: add this address to {host['netdev']}" if missing else ""
+        note = _trouble(row, status)
         _add(table, row["index"], row["address"], row["type"], f"{host['device']}/{host['port']}",
-             host["gid_index"], host["netdev"], note, style="red" if missing else "")  # fmt: skip
+             host["gid_index"], host["netdev"], note, style="red" if note else "")  # fmt: skip
     if not gids:
         _add(table, None, "none: the guest's vmxnet3 is down, or its driver is not loaded")
     return table
+
+
+def _trouble(row: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    """Why a GID does not work; empty if it does."""
+    if row["host"]["gid_index"] is None:
+        return f"MISSING: add this address to {row['host']['netdev']}"
+    claims = (status.get("mad_relay") or {}).get("gids", {})
+    claim = claims.get(row["gid"], {})
+    return f"refused by the hub: {claim['why']}" if claim.get("state") == "refused" else ""
 
 
 def _embedded(status: Mapping[str, Any]) -> str:

@@ -15,9 +15,9 @@ import click
 from pvrdma_lab import paths
 from pvrdma_server.caps import LIMIT_NAMES, DeviceConfig
 from pvrdma_server.cli import main as server
-from pvrdma_server.config import SettingOption, make_options
 from pvrdma_server.ctl import main as ctl
 from pvrdma_server.mad_hub.cli import main as mad_hub
+from pvrdma_server.settings import SettingOption, make_options
 
 CONFIGURATION: Final = paths.REPOSITORY / "docs" / "configuration.md"
 MAN_FOLDER: Final = paths.REPOSITORY / "packaging" / "man"

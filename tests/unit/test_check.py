@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 from pvrdma_server import qemu_args
 from pvrdma_server.check import Finding, Host, check_server
 from pvrdma_server.cli import main
-from pvrdma_server.config import Settings
 from pvrdma_server.errors import ConfigError
+from pvrdma_server.settings import Settings
 
 DEVICES = 'name "vfio-user-pci", bus PCI\nname "vmxnet3", bus PCI\n'
 
@@ -201,6 +201,20 @@ def test_a_folder_that_is_not_writable(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     found = bad(check_server(soft(tmp_path), None, FakeHost(tmp_path)))
     assert found == [f"socket-path folder {tmp_path}!"]
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_hub(tmp_path: Path, listens: bool) -> None:
+    path = str(tmp_path / "hub.sock")
+    host = FakeHost(tmp_path).with_rxe()
+    with socket.socket(socket.AF_UNIX) as hub:
+        hub.bind(path)
+        if listens:
+            hub.listen()
+        else:
+            hub.close()
+        found = bad(check_server(ibv(tmp_path, mad_hub=path), None, host))
+    assert found == ([] if listens else [f"mad-hub {path}"])
 
 
 def test_a_limit_that_is_lowered_is_said_so(tmp_path: Path) -> None:

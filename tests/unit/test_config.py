@@ -11,8 +11,6 @@ from pvrdma_lab.option_docs import documents
 from pvrdma_server.capabilities import capabilities
 from pvrdma_server.cli import main
 from pvrdma_server.config import (
-    Settings,
-    make_options,
     merge,
     needs_restart,
     node_guid_of,
@@ -21,6 +19,7 @@ from pvrdma_server.config import (
 )
 from pvrdma_server.errors import ConfigError
 from pvrdma_server.gid_sync import Policy
+from pvrdma_server.settings import Settings, make_options
 
 EVERYTHING = """
 socket-path = "/run/pvrdma/vm1.sock"

@@ -170,6 +170,23 @@ def test_a_gid_that_the_host_lacks_stands_out(pair: Pair) -> None:
     assert "mlx5_2/1" in text
 
 
+def test_a_gid_that_the_hub_refuses_stands_out(pair: Pair) -> None:
+    device = device_of(pair)
+    host = {0: HostGidFacts("mlx5_2", 1, 3, "eth5")}
+    claims = {pair.a.gid.hex(): {"state": "refused", "why": "vm2 holds it"}}
+    relay = {"state": "connected", "hub": "hub on rxe0", "socket": "/run/hub", "gids": claims}
+    status = status_of(device, backend_kind="ibv", gsi={}, mad_relay=relay)
+    text = drawn(status_view(status, objects_of(device, host), ()))
+    assert "refused by the hub: vm2 holds it" in text
+    assert "connected at /run/hub, hub on rxe0" in text
+
+
+def test_no_hub_is_said_so(pair: Pair) -> None:
+    device = device_of(pair)
+    status = status_of(device, backend_kind="ibv", gsi={"sent": 0}, mad_relay=None)
+    assert "connects within this VM only" in drawn(status_view(status, objects_of(device), ()))
+
+
 def test_no_gid_is_said_so(bed: Bed) -> None:
     device = bed.machine.device
     text = drawn(status_view(status_of(device), objects_of(device), ()))

@@ -77,6 +77,16 @@ def test_a_host_device_has_no_traffic_of_ours_and_no_fabric() -> None:
     assert not {"pvrdma_sent_bytes_total", "pvrdma_fabric_peers"} & names
 
 
+def test_connection_management_over_a_host_device() -> None:
+    gsi = {"sent": 4, "received": 5, "looped": 0, "dropped": {"no_buffer": 6}, "waiting": 0}
+    status = {**STATUS, "gsi": gsi, "mad_relay": {"state": "connected"}}
+    found = samples(MetricsPage(lambda: status).render())
+    assert found["pvrdma_mads_sent_total", ""] == 4
+    assert found["pvrdma_mads_received_total", ""] == 5
+    assert found["pvrdma_mads_dropped_total", "no_buffer"] == 6
+    assert found["pvrdma_mad_hub_connected", ""] == 1
+
+
 def test_names_follow_the_conventions() -> None:
     page = MetricsPage(lambda: STATUS).render().decode()
     for family in text_string_to_metric_families(page):
@@ -90,7 +100,9 @@ def test_names_follow_the_conventions() -> None:
 
 def test_every_name_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
-    for name in {name for name, _ in samples(MetricsPage(lambda: STATUS).render())}:
+    gsi = {"sent": 0, "received": 0, "dropped": {"x": 1}}
+    status = {**STATUS, "gsi": gsi, "mad_relay": {"state": "x"}}
+    for name in {name for name, _ in samples(MetricsPage(lambda: status).render())}:
         assert f"`{name}`" in text or name.startswith(("process_", "python_"))
 
 
