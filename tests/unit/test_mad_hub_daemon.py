@@ -29,7 +29,17 @@ from pvrdma_server.abi.ibta_vol1_c12 import CM_DREQ, CM_IDS
 from pvrdma_server.abi.mad import MAD_HDR, CmAttrId
 from pvrdma_server.abi.rdmacm_mux import MuxErrCode, MuxMsgType, MuxOpCode
 from pvrdma_server.errors import ConfigError
-from pvrdma_server.mad_frames import Datagram, Hello, Message, Ok, Refused, Register, Send, encode
+from pvrdma_server.mad_frames import (
+    Datagram,
+    Hello,
+    Message,
+    Ok,
+    Refused,
+    Register,
+    Send,
+    Unregister,
+    encode,
+)
 from pvrdma_server.mad_hub import session
 from pvrdma_server.mad_hub.daemon import RETRY_S, HubConfig, MadHub
 from pvrdma_server.mad_hub.lanes import BUSY_PAUSES_S, LANE_LENGTH, Lanes
@@ -317,6 +327,30 @@ def test_a_client_that_dies_tells_its_peers_and_frees_its_gids(tmp_path: Path) -
             assert (told.sgid, told.dgid, attr(told.payload)) == (GID_A, GID_NET, CmAttrId.REJ)
             await b.register(GID_A)
         await bed.until(lambda: bed.port.senders_open == 0)
+
+    play(tmp_path, act)
+
+
+def test_a_server_that_comes_back_at_once_has_its_gid_again(tmp_path: Path) -> None:
+    """Whether or not the hub has seen its predecessor's end by then."""
+
+    async def act(bed: HubBed) -> None:
+        for _ in range(30):
+            before = await trio.open_unix_socket(tmp_path / "hub")
+            assert isinstance(before, trio.SocketStream)
+            client = Client(before)
+            await client.say(Hello("vm1"))
+            await client.next()
+            await client.register(GID_A)
+            async with bed.raw() as stream:
+                after = Client(stream)
+                await after.say(Hello("vm1"))
+                await after.next()
+                before.socket.close()
+                await after.register(GID_A)
+                await after.say(Unregister(GID_A))
+                assert await after.next() == Ok(GID_A)
+        assert bed.hub.switch.counters.refusals == {}
 
     play(tmp_path, act)
 
