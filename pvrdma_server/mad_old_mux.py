@@ -72,7 +72,7 @@ class OldMuxDialect:
     """See the module's contract.
 
     Args:
-        gid_index: where the host's table has a GID (16 bytes, wire order); the mux does not look it up.
+        gid_index: where the host's table has a GID (16 bytes, wire order), if it has; the mux does not look it up.
 
     Attributes:
         failed: why the connection must end, once it must.
@@ -81,7 +81,7 @@ class OldMuxDialect:
 
     peer_name = "rdmacm-mux"
 
-    def __init__(self, gid_index: Callable[[bytes], int]) -> None:
+    def __init__(self, gid_index: Callable[[bytes], int | None]) -> None:
         self.failed: FrameError | None = None
         self._gid_index = gid_index
         self._gids: dict[bytes, int] = {}
@@ -93,15 +93,22 @@ class OldMuxDialect:
         return b""
 
     def encode(self, message: Register | Unregister | Send) -> bytes:
-        """See `mad_relay.Dialect`. Every message is a request that the mux answers, in order."""
-        self._asked.append(message)
+        """See `mad_relay.Dialect`. Every message is a request that the mux answers, in order.
+
+        A datagram from a GID that the host lacks is none: the mux would send it from another's.
+        """
         match message:
             case Register(gid):
-                return _request(MuxOpCode.REG, gid)
+                data = _request(MuxOpCode.REG, gid)
             case Unregister(gid):
-                return _request(MuxOpCode.UNREG, gid)
+                data = _request(MuxOpCode.UNREG, gid)
             case Send(datagram):
-                return self._mad(datagram)
+                index = self._gid_index(datagram.sgid)
+                if index is None:
+                    return b""
+                data = _mad(datagram, index)
+        self._asked.append(message)
+        return data
 
     def receive_data(self, data: bytes) -> list[Message]:
         """See `mad_frames.Connection.receive_data`."""
@@ -177,25 +184,26 @@ class OldMuxDialect:
             )
         )
 
-    def _mad(self, datagram: Datagram) -> bytes:
-        length = len(datagram.payload)
-        umad = _NO_UMAD._replace(
-            length=USER_MAD_HDR_SIZE + length,
-            qpn=datagram.dst_qp.to_bytes(4, "big"),
-            qkey=QP1_QKEY.to_bytes(4, "big"),
-            sl=datagram.sl,
-            grh_present=1,
-            gid_index=self._gid_index(datagram.sgid),
-            hop_limit=datagram.hop_limit,
-            traffic_class=datagram.traffic_class,
-            gid=datagram.dgid,
-            flow_label=(datagram.flow_label & 0xFFFFF).to_bytes(4, "big"),
-            pkey_index=datagram.pkey_index,
-        )
-        mad = datagram.payload.ljust(MUX_MAD_SIZE, b"\0")
-        return MUX_MSG.pack(
-            MuxMsg(MuxMsgType.REQ, MuxOpCode.MAD, datagram.sgid, MuxErrCode.OK, length, umad, mad)
-        )
+
+def _mad(datagram: Datagram, gid_index: int) -> bytes:
+    length = len(datagram.payload)
+    umad = _NO_UMAD._replace(
+        length=USER_MAD_HDR_SIZE + length,
+        qpn=datagram.dst_qp.to_bytes(4, "big"),
+        qkey=QP1_QKEY.to_bytes(4, "big"),
+        sl=datagram.sl,
+        grh_present=1,
+        gid_index=gid_index,
+        hop_limit=datagram.hop_limit,
+        traffic_class=datagram.traffic_class,
+        gid=datagram.dgid,
+        flow_label=(datagram.flow_label & 0xFFFFF).to_bytes(4, "big"),
+        pkey_index=datagram.pkey_index,
+    )
+    mad = datagram.payload.ljust(MUX_MAD_SIZE, b"\0")
+    return MUX_MSG.pack(
+        MuxMsg(MuxMsgType.REQ, MuxOpCode.MAD, datagram.sgid, MuxErrCode.OK, length, umad, mad)
+    )
 
 
 def _request(op_code: MuxOpCode, gid: bytes) -> bytes:

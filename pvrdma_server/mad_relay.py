@@ -70,7 +70,7 @@ class Dialect(Protocol):
         """What is said first."""
 
     def encode(self, message: Register | Unregister | Send) -> bytes:
-        """The bytes of a message."""
+        """The bytes of a message; none if it cannot be said."""
 
     def receive_data(self, data: bytes) -> list[Message]:
         """See `mad_frames.Connection`. Raises FrameError."""
@@ -211,12 +211,18 @@ class MadRelay:
 
     def send(self, datagram: Datagram) -> bool:
         """See `gsi.MadCarrier`."""
-        if not self.connected or not self._put(self._dialect.encode(Send(datagram))):
-            self.counters.send_failed += 1
-            self._tell("send", "mad_not_sent", why="no link to the MAD hub, or it does not read")
-            return False
-        self.counters.sent += 1
-        return True
+        data = self._dialect.encode(Send(datagram)) if self.connected else b""
+        if data and self._put(data):
+            self.counters.sent += 1
+            return True
+        self.counters.send_failed += 1
+        why = (
+            "the host's port lacks the GID"
+            if self.connected and not data
+            else "no link, or it does not read"
+        )
+        self._tell("send", "mad_not_sent", sgid=datagram.sgid.hex(), why=why)
+        return False
 
     # --- the task --------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,17 @@ from pvrdma_server.caps import DeviceConfig
 from pvrdma_server.errors import ConfigError
 from pvrdma_server.gid_sync import GidSync, Policy, Pyroute2Netlink
 from pvrdma_server.gsi import Gsi
+from pvrdma_server.host_gids import GidTable
+from pvrdma_server.mad_old_mux import OldMuxDialect
 from pvrdma_server.mad_relay import MadRelay
 from pvrdma_server.supervision import Reload
+
+
+class RelayConfig(NamedTuple):
+    """Who relays the guest's connection management: the socket of a MAD hub, or of an rdmacm-mux, or neither."""
+
+    mad_hub: str | None = None
+    old_mux: str | None = None
 
 
 class HostConfig(NamedTuple):
@@ -23,7 +32,7 @@ class HostConfig(NamedTuple):
         node_guid: the guest device's, 8 bytes in wire order.
         gid_policy: whether the port's netdev may be given the guest's addresses.
         gid_marker: file that names the addresses given, for the start after a crash.
-        mad_hub: socket of the hub that relays the guest's connection management.
+        relay: who relays the guest's connection management.
     """
 
     device: str
@@ -31,7 +40,7 @@ class HostConfig(NamedTuple):
     node_guid: bytes
     gid_policy: Policy
     gid_marker: Path | None
-    mad_hub: str | None = None
+    relay: RelayConfig = RelayConfig()
 
 
 class FabricConfig(NamedTuple):
@@ -85,9 +94,17 @@ def open_host(config: HostConfig, gsi: Gsi) -> HostBackend:
 
 def open_relay(config: ServerConfig) -> MadRelay | None:
     """The guest's way to the host's MAD hub, if there is one."""
-    if config.host is None or config.host.mad_hub is None:
+    host, name = config.host, config.soft.name
+    if host is None or not any(host.relay):
         return None
-    return MadRelay(config.host.mad_hub, config.soft.name)
+    if host.relay.mad_hub is not None:
+        return MadRelay(host.relay.mad_hub, name)
+    assert host.relay.old_mux is not None
+    table = GidTable(Path("/sys/class/infiniband") / host.device / "ports" / str(host.port))
+    gid_type = config.device.roce_version
+    return MadRelay(
+        host.relay.old_mux, name, lambda: OldMuxDialect(lambda gid: table.index_of(gid, gid_type))
+    )
 
 
 def open_fabric(config: ServerConfig) -> ShmFabric | None:

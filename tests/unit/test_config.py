@@ -19,6 +19,7 @@ from pvrdma_server.config import (
 )
 from pvrdma_server.errors import ConfigError
 from pvrdma_server.gid_sync import Policy
+from pvrdma_server.parts import RelayConfig
 from pvrdma_server.settings import Settings, make_options
 
 EVERYTHING = """
@@ -37,6 +38,7 @@ gid-policy = "add"
 state-dir = "/"
 ibdev = "mlx5_2"
 mad-hub = "/run/pvrdma/hub.sock"
+old-mux = "/run/rdmacm-mux/hub.sock"
 log-level = "debug"
 log-format = "json"
 
@@ -145,6 +147,9 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"socket_path": "/x", "ibdev": "rxe0"}, "--ibdev is for --backend ibv, this is --backend soft"),
     ({"socket_path": "/x", "gid_policy": "add"}, "--gid-policy is for --backend ibv"),
     ({"socket_path": "/x", "state_dir": "/"}, "--state-dir is for --backend ibv"),
+    ({"socket_path": "/x", "mad_hub": "/h"}, "--mad-hub is for --backend ibv"),
+    ({"socket_path": "/x", "backend": "ibv", "ibdev": "rxe0", "mad_hub": "/h", "old_mux": "/m"},
+     "--mad-hub and --old-mux exclude each other"),
     ({"socket_path": "/x", "fabric_uids": (1,)}, "give --fabric FOLDER"),
     ({"socket_path": "/x", "backend": "ibv", "ibdev": "rxe0", "fabric": "/f"}, "--fabric is for --backend soft"),
 ]  # fmt: skip
@@ -161,7 +166,7 @@ def test_the_servers_form_of_everything(tmp_path: Path) -> None:
     file = tmp_path / "vm7.toml"
     settings = Settings(
         socket_path="/s", backend="ibv", ibdev="rxe0", ibport=2, gid_policy="add",
-        state_dir="/var/lib/pvrdma", limits=(("max_qp", 100_000), ("max_sge", 5)),
+        state_dir="/var/lib/pvrdma", mad_hub="/hub", limits=(("max_qp", 100_000), ("max_sge", 5)),
     )  # fmt: skip
     config = server_config(settings, file)
     assert (config.soft.name, config.soft.node_guid) == ("vm7", node_guid_of("vm7"))
@@ -171,6 +176,7 @@ def test_the_servers_form_of_everything(tmp_path: Path) -> None:
     assert (config.host.device, config.host.port, config.host.gid_policy) == ("rxe0", 2, Policy.ADD)
     marker = Path("/var/lib/pvrdma") / f"gids-{node_guid_of('vm7').hex()}.json"
     assert config.host.gid_marker == marker
+    assert config.host.relay == RelayConfig(mad_hub="/hub")
 
 
 def test_the_name_is_the_given_one_the_files_or_the_sockets(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from unit.fake_umad import FakeKernel, set_gid, sysfs
 from unit.mads import GID_A, GID_B, GID_C, req
 
 from pvrdma_server.abi.ib_user_mad import UserMadHdr
+from pvrdma_server.host_gids import SCAN_INTERVAL_S, GidTable
 from pvrdma_server.mad_frames import Datagram
-from pvrdma_server.mad_hub.umad import SCAN_INTERVAL_S, GidTable, SendBusy, Umad, UmadError
+from pvrdma_server.mad_hub.umad import SendBusy, Umad, UmadError
 
 
 def text(gid: bytes) -> str:

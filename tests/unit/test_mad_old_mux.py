@@ -91,6 +91,15 @@ def test_a_mad_from_client_to_hub() -> None:
     assert client.receive_data(hub.respond()) == []
 
 
+def test_a_gid_that_the_host_lacks_sends_nothing() -> None:
+    client = OldMuxDialect(lambda gid: None)
+    assert client.encode(Send(Datagram(GID_A, GID_B, req(7, GID_A, GID_B)))) == b""
+    hub = OldMuxConnection(ConnectionTable())
+    assert hub.receive_data(client.encode(Register(GID_A, 2))) == [Register(GID_A, 2)]
+    hub.encode(Ok(GID_A))
+    assert client.receive_data(hub.respond()) == [Ok(GID_A)]
+
+
 def test_a_dropped_mad_is_einval_and_only_that_one() -> None:
     client, hub = ends()
     for _ in range(2):
