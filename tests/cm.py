@@ -123,7 +123,7 @@ def message(attr_id: CmAttrId, tid: int, *parts: tuple[int, str, Any], private: 
 
 def req(
     tid: int, local_id: int, service: int, qpn: int, psn: int, sgid: bytes, dgid: bytes,
-    *, private: bytes = b"", guid: bytes = bytes(range(8)), retries: int = 15,
+    *, guid: bytes, private: bytes = b"", retries: int = 15,
 ) -> Cm:  # fmt: skip
     """A REQ for an RC connection over RoCE with MTU 1024."""
     return message(

@@ -30,6 +30,7 @@ RECEIVES = 64
 SENDS = 16
 WAIT_S = 60.0
 RESEND_S = 2.0
+# Where the other end is to begin: in REQ and REP each says what it expects to receive.
 PSN = 0x5A5A5A
 _MAD_BUFFER = 512
 
@@ -205,8 +206,8 @@ class Request(NamedTuple):
         if answer.attr_id == A.REJ:
             raise Rejected(answer)
         assert arrived.sgid == self.dgid
-        self.qp.to_rtr(dest_qpn=answer.qpn, dgid=self.dgid, rq_psn=answer.psn)
-        self.qp.to_rts(sq_psn=PSN)
+        self.qp.to_rtr(dest_qpn=answer.qpn, dgid=self.dgid, rq_psn=PSN)
+        self.qp.to_rts(sq_psn=answer.psn)
         me = self.message.local_id
         self.agent.send(cm.pair(A.RTU, answer.tid, me, answer.local_id), self.dgid)
         return Connection(self.agent, self.qp, me, answer.local_id, answer.qpn, self.dgid)
@@ -218,9 +219,11 @@ def request(agent: CmAgent, qp: Qp, dgid: bytes, port: int) -> Request:
         qp.to_init()
     service = cm.service_id(cm.PS_TCP, port)
     private = cm.cma_header(agent.gid, dgid, 1024 + agent.new_id() % 60000)
+    # A connection is known by comm id and CA GUID: two guests with the same numbers are told apart by the latter.
     message = cm.req(
-        agent.new_tid(), agent.new_id(), service, qp.qpn, PSN, agent.gid, dgid, private=private
-    )
+        agent.new_tid(), agent.new_id(), service, qp.qpn, PSN, agent.gid, dgid,
+        private=private, guid=agent.gid[8:],
+    )  # fmt: skip
     return Request(agent, qp, message, dgid)
 
 
@@ -234,12 +237,13 @@ class Accepted(NamedTuple):
 
     connection: Connection
     reply: Cm
+    sq_psn: int
 
     def finish(self) -> Connection:
         """Until the other end says RTU."""
         connection = self.connection
         connection.agent.converse(self.reply, connection.dgid, connection.is_mine(A.RTU))
-        connection.qp.to_rts(sq_psn=PSN)
+        connection.qp.to_rts(sq_psn=self.sq_psn)
         return connection
 
 
@@ -249,7 +253,7 @@ def accept(agent: CmAgent, qp: Qp, port: int, arrived: Arrived | None = None) ->
     asked, sgid = arrived or agent.wait(lambda m: m.attr_id == A.REQ and m.service_id == service)
     if qp.query().qp_state == QpState.RESET:
         qp.to_init()
-    qp.to_rtr(dest_qpn=asked.qpn, dgid=sgid, rq_psn=asked.psn)
+    qp.to_rtr(dest_qpn=asked.qpn, dgid=sgid, rq_psn=PSN)
     me = agent.new_id()
     reply = cm.rep(asked.tid, me, asked.local_id, qp.qpn, PSN)
-    return Accepted(Connection(agent, qp, me, asked.local_id, asked.qpn, sgid), reply)
+    return Accepted(Connection(agent, qp, me, asked.local_id, asked.qpn, sgid), reply, asked.psn)

@@ -96,7 +96,7 @@ def cm_ids(device: str, netns: str = "peer") -> list[dict[str, Any]]:
         "show",
         "cm_id",
         "link",
-        f"{device}/-",
+        device,
     ]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout or "[]")
