@@ -1,7 +1,6 @@
 """A real guest on the real server on rxe, and the rxe host's own programs: each as client and as server."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +41,6 @@ PROGRAMS = [
     Program("ib_read_bw", PERFTEST, "-x"),
     Program("ib_atomic_lat", "-F -n 40", "-x"),
 ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostServer]:
-    made = HostServer(tmp_path_factory.mktemp("s"), "rxe0", RDMA_ADDRESS)
-    made.start()
-    yield made
-    assert made.end() == 0, made.log.read_text()
-
-
-@pytest.fixture(scope="module")
-def guest(server: HostServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NestedGuest]:
-    made = NestedGuest(tmp_path_factory.mktemp("g"), server.socket)
-    yield made
-    made.close()
 
 
 def test_device(guest: NestedGuest) -> None:
