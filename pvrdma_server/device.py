@@ -28,7 +28,7 @@ from pvrdma_server.objects import Armed, Cq, Qp, UserContext
 from pvrdma_server.reports import InterruptSink, Reports
 from pvrdma_server.resources import Resources, TableSizes
 from pvrdma_server.rings import RX_STATE_OFFSET, ConsumerRing, ProducerRing, entries_per
-from pvrdma_server.watches import Moderator, RingWatch, RingWatches
+from pvrdma_server.watches import Moderator, Repeats, RingWatch, RingWatches
 
 # The driver makes rings of 4 pages. Stops a guest from having us walk and hold long directories for nothing.
 MAX_DEVICE_RING_PAGES: Final = 64
@@ -95,7 +95,8 @@ class PvrdmaDevice:
         self._failed_qps: list[Qp] = []
         self._work_missed = False
         self._watches = RingWatches(watch) if watch is not None else None
-        self._moderator = Moderator(self.cq_notify)
+        self._repeats = Repeats(self.cq_notify)
+        self._moderator = Moderator(self.cq_notify, self._repeats)
         backend.attach(self.memory)
 
     def _new_resources(self) -> Resources:
@@ -272,6 +273,8 @@ class PvrdmaDevice:
     def _cq_doorbell(self, page: int, handle: int, value: int) -> None:
         cq = self.resources.cqs.get_untrusted(handle)
         self._check_page(page, cq.ctx, "CQ", handle)
+        if cq.ctx is not None and value & (abi.UAR_CQ_ARM | abi.UAR_CQ_ARM_SOL):
+            self._repeats.armed(cq)
         if value & abi.UAR_CQ_ARM:
             cq.armed = Armed.NEXT
         elif value & abi.UAR_CQ_ARM_SOL:
@@ -341,6 +344,17 @@ class PvrdmaDevice:
         """Notify the CQs whose completions nobody has looked at since the last call."""
         self._moderator.moderate()
         self._settle()
+
+    @property
+    def wants_repeat(self) -> bool:
+        """Whether `repeat` has not yet said when it is to be called."""
+        return self._repeats.pending
+
+    def repeat(self, now_ns: int) -> int | None:
+        """Notify again the processes that leave all completions of a CQ where they are; when to be called next."""
+        due_ns = self._repeats.repeat(now_ns)
+        self._settle()
+        return due_ns
 
     @property
     def waits_for_guest(self) -> bool:

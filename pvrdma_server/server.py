@@ -93,6 +93,7 @@ class Server:
         self._work = Work()
         self._turns = 0
         self._moderate_ns: int | None = None
+        self._repeat_ns: int | None = None
         self._deadline_ns: int | None = None
         self._log: Any = structlog.get_logger(component="server")
         self._relay = open_relay(config)
@@ -239,6 +240,8 @@ class Server:
             if self._moderate_ns is not None and now_ns >= self._moderate_ns:
                 self._moderate_ns = None
                 self.device.moderate()
+            if self._repeat_ns is not None and now_ns >= self._repeat_ns:
+                self._repeat_ns = self.device.repeat(now_ns)
             if more:
                 self._work.wake()
             else:
@@ -268,7 +271,9 @@ class Server:
         now_ns = time.monotonic_ns()
         if self._moderate_ns is None and self.device.wants_moderation:
             self._moderate_ns = now_ns + MODERATION_NS
-        deadlines = [self._moderate_ns, self.backend.next_deadline_ns()]
+        if self.device.wants_repeat:
+            self._repeat_ns = self.device.repeat(now_ns)
+        deadlines = [self._moderate_ns, self._repeat_ns, self.backend.next_deadline_ns()]
         if self.device.waits_for_guest:
             deadlines.append(now_ns + RETRY_NS)
         deadline_ns = min((d for d in deadlines if d is not None), default=None)

@@ -9,15 +9,22 @@ moderated CQ notifies when a completion has lain unconsumed for a while and no n
 event is legal; a lost one hangs a program: a notification counts as outstanding only until the program has consumed
 anything.
 
-Contract: no clock here; the adapter calls `moderate` a while after `pending` became true.
+A program may take its event, arm, and sleep without having polled that CQ. Mellanox's HCAs get the consumer's index
+with an arm, and notify at once if it is behind; UCX relies on that. Here nobody sees such an arm, or sees no index with
+it: so a process that leaves all completions where they are is told again, later and later, which costs little and ends
+every sleep.
+
+Contract: no clock here; the adapter calls `moderate` a while after `pending` became true, and `repeat` when that says.
 """
 
+import heapq
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from pvrdma_server.errors import BadGuestAddress, GuestError
-from pvrdma_server.objects import Cq
+from pvrdma_server.objects import Armed, Cq
 from pvrdma_server.rings import ConsumerRing
 
 
@@ -99,11 +106,102 @@ class RingWatches:
         return len(self._by_token)
 
 
-class Moderator:
-    """Decides when a moderated CQ notifies."""
+# How long all completions of a CQ lie there, after a process was told of them or armed the CQ, until it is told again;
+# then twice as long, and so on. Far longer than a program takes from its event to its poll: some take a completion with
+# each event for granted.
+REPEAT_NS: Final = 100_000_000
+
+
+@dataclass(slots=True, eq=False)
+class _Repeat:
+    """A CQ that is told again unless its consumer has moved from `head`; from anywhere, if that is None."""
+
+    cq: Cq
+    head: int | None
+    wait_ns: int = REPEAT_NS
+
+
+class Repeats:
+    """Notifies again where a process may have taken its event, armed, and gone to sleep without a poll."""
 
     def __init__(self, notify: Callable[[Cq], None]) -> None:
         self._notify = notify
+        self._by_cq: dict[Cq, _Repeat] = {}
+        self._new: list[_Repeat] = []
+        self._times: list[tuple[int, int, _Repeat]] = []
+        self._count = itertools.count()
+
+    @property
+    def pending(self) -> bool:
+        """Whether `repeat` is to be called, now or soon, to learn when it is to be called next."""
+        return bool(self._new)
+
+    def armed(self, cq: Cq) -> None:
+        """A process armed a CQ by a doorbell: what lies there already notifies nobody by itself."""
+        try:
+            used = cq.ring.used_untrusted()
+        except BadGuestAddress:
+            self.told(cq, None)
+        except GuestError:
+            return
+        else:
+            if used:
+                self.told(cq, cq.ring.seen_head)
+
+    def told(self, cq: Cq, head: int | None) -> None:
+        """A process knows of what lies in a CQ whose consumer's index is `head`, or sleeps until it is told."""
+        known = self._by_cq.get(cq)
+        if known is None or known.head != head:
+            self._by_cq[cq] = made = _Repeat(cq, head)
+            self._new.append(made)
+
+    def consumed(self, cq: Cq) -> None:
+        """Its process has looked at a CQ, or it is gone."""
+        self._by_cq.pop(cq, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._by_cq.clear()
+        self._new.clear()
+        self._times.clear()
+
+    def repeat(self, now_ns: int) -> int | None:
+        """Notify where it is time; when to be called next, if at all."""
+        new, self._new = self._new, []
+        while self._times and self._times[0][0] <= now_ns:
+            repeat = heapq.heappop(self._times)[2]
+            if self._by_cq.get(repeat.cq) is repeat and self._notified(repeat):
+                repeat.wait_ns *= 2
+                new.append(repeat)
+        for repeat in new:
+            # In steps, so that many events in a row do not wake us once for each.
+            due_ns = (now_ns + repeat.wait_ns) // REPEAT_NS * REPEAT_NS + REPEAT_NS
+            heapq.heappush(self._times, (due_ns, next(self._count), repeat))
+        return self._times[0][0] if self._times else None
+
+    def _notified(self, repeat: _Repeat) -> bool:
+        """Notify, unless somebody has consumed; whether to try again later."""
+        cq = repeat.cq
+        try:
+            waits = cq.ring.used_untrusted() > 0 and repeat.head in (None, cq.ring.seen_head)
+        except BadGuestAddress:
+            return True  # unmapped at the moment: look again later
+        except GuestError:
+            waits = False
+        if waits and (cq.moderated or cq.armed):
+            cq.armed = Armed.NO
+            self._notify(cq)
+            return True
+        del self._by_cq[cq]
+        return False
+
+
+class Moderator:
+    """Decides when a moderated CQ notifies."""
+
+    def __init__(self, notify: Callable[[Cq], None], repeats: Repeats) -> None:
+        self._notify = notify
+        self._repeats = repeats
         self._fresh: dict[Cq, int] = {}
 
     @property
@@ -117,6 +215,7 @@ class Moderator:
         # The index comes round; a look at every completion, of which a ring holds half a round, tells rounds apart.
         if cq.notified_head != head:
             cq.notified_head = None
+            self._repeats.consumed(cq)
         self._fresh.setdefault(cq, head)
 
     def moderate(self) -> None:
@@ -136,10 +235,13 @@ class Moderator:
             if used and cq.notified_head != now:
                 cq.notified_head = now
                 self._notify(cq)
+                self._repeats.told(cq, now)
 
     def forget(self, cq: Cq | None = None) -> None:
         """Forget one CQ, or all."""
         if cq is None:
             self._fresh.clear()
+            self._repeats.clear()
         else:
             self._fresh.pop(cq, None)
+            self._repeats.consumed(cq)

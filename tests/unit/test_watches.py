@@ -1,5 +1,7 @@
 """Rings that are watched: processes ring nothing, no work is lost, and completions are announced by moderation."""
 
+from itertools import pairwise
+
 import pytest
 from guest import Kernel, Machine, Qp, Srq, UserProcess
 from unit.bed import GID, ready
@@ -8,18 +10,19 @@ from unit.fake_watch import FakeWatch
 
 from pvrdma_server.abi.pvrdma_dev_api import DeviceCtl, Reg
 from pvrdma_server.abi.pvrdma_verbs import QpState
-from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus
+from pvrdma_server.abi.vmw_pvrdma_abi import UAR_CQ_ARM, UAR_CQ_ARM_SOL, WcStatus
 from pvrdma_server.caps import DeviceConfig
+from pvrdma_server.watches import REPEAT_NS
 
 
 class Watched:
     """A machine whose processes' doorbell pages are memory: what they ring reaches nobody."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, mapped: bool = True) -> None:
         self.backend = FakeBackend()
         self.watch = FakeWatch()
-        config = DeviceConfig(max_uar=8, mapped_doorbells=True)
-        self.machine = Machine(self.backend, config=config, watch=self.watch)
+        config = DeviceConfig(max_uar=8, mapped_doorbells=mapped)
+        self.machine = Machine(self.backend, config=config, watch=self.watch if mapped else None)
         self.device = self.machine.device
         self.driver = self.machine.boot()
         self.kernel = Kernel(self.driver)
@@ -195,6 +198,89 @@ def test_a_completion_that_lies_there_is_announced_once(bed: Watched, qp: Qp) ->
     complete(bed, qp, 3)
     bed.device.moderate()
     assert qp.send_cq.notified() == 0  # the first notification is outstanding
+
+
+def test_a_program_that_leaves_all_is_told_again_later_and_later(bed: Watched, qp: Qp) -> None:
+    """It may have armed and gone to sleep without a poll, as UCX does; an HCA would notify at the arm."""
+    complete(bed, qp)
+    bed.device.moderate()
+    assert qp.send_cq.notified() == 1
+    assert bed.device.wants_repeat
+    now_ns = 0
+    waits: list[int] = []
+    for _ in range(5):
+        due_ns = bed.device.repeat(now_ns)
+        assert due_ns is not None
+        assert not bed.device.wants_repeat
+        assert bed.device.repeat(due_ns - 1) == due_ns
+        assert qp.send_cq.notified() == 0
+        waits.append(due_ns - now_ns)
+        now_ns = due_ns
+        bed.device.repeat(now_ns)
+        assert qp.send_cq.notified() == 1
+    assert waits[0] >= REPEAT_NS
+    assert all(later >= 2 * sooner - REPEAT_NS for sooner, later in pairwise(waits))
+    assert len(qp.send_cq.poll()) == 1
+    while (due_ns := bed.device.repeat(now_ns)) is not None:
+        now_ns = due_ns
+    assert qp.send_cq.notified() == 0
+
+
+@pytest.mark.parametrize("arm", [UAR_CQ_ARM, UAR_CQ_ARM_SOL])
+def test_a_process_that_arms_what_is_not_empty_is_told_later(arm: int) -> None:
+    """With trapped doorbells. A kernel looks again after it has armed, and is not."""
+    bed = Watched(mapped=False)
+    for ctx, times in ((bed.user, 1), (bed.kernel, 0)):
+        qp = ready(Qp(ctx))
+        qp.send()
+        qp.send_cq.ring_doorbell(arm)
+        now_ns: int | None = 0
+        while now_ns is not None:
+            now_ns = bed.device.repeat(now_ns)
+        assert qp.send_cq.notified() == times
+
+
+def test_a_process_that_consumes_after_its_arm_is_not_told() -> None:
+    bed = Watched(mapped=False)
+    qp = ready(Qp(bed.user))
+    qp.send()
+    qp.send_cq.arm()
+    assert len(qp.send_cq.poll()) == 1
+    now_ns: int | None = 0
+    while now_ns is not None:
+        now_ns = bed.device.repeat(now_ns)
+    assert qp.send_cq.notified() == 0
+
+
+def test_telling_again_waits_for_memory(bed: Watched, qp: Qp) -> None:
+    complete(bed, qp)
+    bed.device.moderate()
+    assert qp.send_cq.notified() == 1
+    due_ns = bed.device.repeat(0)
+    assert due_ns is not None
+    bed.machine.unmap_ram()
+    due_ns = bed.device.repeat(due_ns)
+    bed.machine.map_ram()
+    assert due_ns is not None
+    bed.device.repeat(due_ns)
+    assert qp.send_cq.notified() == 1
+
+
+@pytest.mark.parametrize("how", ["destroy", "reset"])
+def test_nobody_is_told_again_of_what_is_gone(bed: Watched, qp: Qp, how: str) -> None:
+    complete(bed, qp)
+    bed.device.moderate()
+    due_ns = bed.device.repeat(0)
+    assert due_ns is not None
+    if how == "destroy":
+        qp.destroy()
+        qp.send_cq.destroy()
+        bed.driver.take_notifications()
+    else:
+        bed.driver.remove()
+        bed.machine.take_interrupts()
+    bed.device.repeat(due_ns)
+    assert bed.machine.take_interrupts() == set()
 
 
 def test_after_consuming_the_next_one_is_announced(bed: Watched, qp: Qp) -> None:
