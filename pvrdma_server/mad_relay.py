@@ -54,7 +54,7 @@ ASK_AGAIN_S: Final = 5.0
 # What may wait for a hub that does not read. Stops a guest from filling our memory while the hub stands still.
 MAX_OUTGOING_BYTES: Final = 128 << 10
 _READ_BYTES: Final = 64 << 10
-# Lines about single GIDs in one server's life: a guest can bind any number of them.
+# Lines about refused GIDs in one server's life: a guest can ask for any number of them.
 _MAX_TOLD: Final = 256
 _ERRNO: Final = {
     int(RefuseCode.HELD_BY_ANOTHER): errno.EADDRINUSE,
@@ -163,7 +163,8 @@ class MadRelay:
         self._asked: deque[Register | Unregister] = deque()
         self._outgoing = bytearray()
         self._output = trio.Event()
-        self._told: set[object] = set()
+        self._told: set[str] = set()
+        self._told_gids: set[bytes] = set()
         self._log: Any = structlog.get_logger(component="mad_relay", hub=path)
 
     @property
@@ -233,10 +234,10 @@ class MadRelay:
             started_s = trio.current_time()
             link = self._connect()
             if link is not None:
-                try:
-                    await self._serve(link)
-                finally:
-                    self._forget(link)
+                # Cancelled, the link stays until `close`: GIDs are given up over it.
+                await self._serve(link)
+                trio.lowlevel.notify_closing(link)
+                self._forget(link)
                 if trio.current_time() - started_s > LAST_RETRY_S:
                     delay_s = FIRST_RETRY_S  # else it may be one that hangs up on everybody
             await trio.sleep(delay_s)
@@ -287,8 +288,12 @@ class MadRelay:
                 if claimed.state is Claim.REFUSED:
                     self._ask(Register(gid, claimed.gid_type))
 
+    def close(self) -> None:
+        """End the link, after `run`."""
+        if self._socket is not None:
+            self._forget(self._socket)
+
     def _forget(self, link: socket.socket) -> None:
-        trio.lowlevel.notify_closing(link)
         link.close()
         self._socket = None
         self._asked.clear()
@@ -399,13 +404,15 @@ class MadRelay:
             claimed.state, claimed.why = Claim.OWNED, ""
             return
         claimed.state, claimed.why, claimed.code = Claim.REFUSED, refusal.text, refusal.code
-        self._tell(("gid", gid), "gid_refused", error=True, gid=gid.hex(), why=refusal.text)
+        if gid not in self._told_gids and len(self._told_gids) < _MAX_TOLD:
+            self._told_gids.add(gid)
+            self._log.error("gid_refused", gid=gid.hex(), why=refusal.text, once=True)
 
-    def _tell(self, key: object, event: str, *, error: bool = False, **values: object) -> None:
+    def _tell(self, key: str, event: str, **values: object) -> None:
         """Say something once, or once per outage."""
-        if key not in self._told and len(self._told) < _MAX_TOLD:
+        if key not in self._told:
             self._told.add(key)
-            (self._log.error if error else self._log.warning)(event, once=True, **values)
+            self._log.warning(event, once=True, **values)
 
 
 class NoRelay(NoCarrier):

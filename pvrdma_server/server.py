@@ -154,6 +154,8 @@ class Server:
         self._vfio.close()
         self.device.reset("server stops")
         self.backend.close()
+        if self._relay is not None:
+            self._relay.close()
         if self._fabric is not None:
             self._fabric.close()
         self._watcher.close()

@@ -90,6 +90,7 @@ async def linked(
         await until(lambda: relay.connected)
         yield relay
         nursery.cancel_scope.cancel()
+    relay.close()
 
 
 def got(relay: Any) -> list[Datagram]:

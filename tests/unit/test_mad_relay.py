@@ -71,6 +71,7 @@ async def running(path: str, *, linked: bool = True) -> AsyncIterator[MadRelay]:
             await until(lambda: bool(relay.connected))
         yield relay
         nursery.cancel_scope.cancel()
+    relay.close()
 
 
 def gid_states(relay: MadRelay) -> dict[str, str]:
@@ -331,6 +332,23 @@ def test_without_a_hub_in_the_configuration_the_first_datagram_says_so() -> None
     assert [wc.status for wc in bench.owner.sent] == [0, 0]
     assert [line["event"] for line in logs] == ["gsi_send_dropped"]
     assert bench.dropped == {"no_carrier": 2}
+
+
+def test_gids_are_given_up_after_the_task_and_before_the_link_ends(hub: FakeHub) -> None:
+    async def body() -> None:
+        relay = MadRelay(hub.path, "vm1")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(relay.run)
+            await until(lambda: relay.connected)
+            relay.claim(MINE, 2)
+            nursery.cancel_scope.cancel()
+        relay.release(MINE)
+        assert [hub.next(), hub.next()] == [Register(MINE, 2), Unregister(MINE)]
+        relay.close()
+        relay.close()
+        assert not relay.connected
+
+    run(body)
 
 
 @settings(
