@@ -26,8 +26,9 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it and wait for its socket."""
+        """Start it and wait until it listens."""
         Path(self.socket).unlink(missing_ok=True)
+        before = len(self.events("ready"))
         argv = [
             sys.executable, "-m", "pvrdma_server", "--socket-path", self.socket, "--name", self.name,
             "--fabric", str(self.folder / "fabric"), "--status-socket", str(self.folder / self.name),
@@ -36,7 +37,8 @@ class ServerProcess:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=log)
         deadline = time.monotonic() + _START_S
-        while not Path(self.socket).exists():
+        # Its socket is there a moment before it listens.
+        while len(self.events("ready")) == before:
             assert self._process.poll() is None, self._log.read_text()
             assert time.monotonic() < deadline, "the server does not come up"
             time.sleep(_LOOK_S)
@@ -67,6 +69,6 @@ class ServerProcess:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The log's records of one event."""
-        lines = self._log.read_text().splitlines()
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
         records = (json.loads(line) for line in lines if line.startswith("{"))
         return [record for record in records if record.get("event") == name]
