@@ -1,4 +1,7 @@
-"""pvrdma-server, the command line: options in, a running server out. No logic lives here."""
+"""pvrdma-server, the command line: options in, a running server out. No logic lives here.
+
+What a server that starts does not need is imported where it is used.
+"""
 
 import json
 import os
@@ -12,9 +15,7 @@ import structlog
 import trio
 from click.core import ParameterSource
 
-from pvrdma_server import __version__, logs, qemu_args
-from pvrdma_server.capabilities import capabilities
-from pvrdma_server.check import check_server
+from pvrdma_server import __version__, logs
 from pvrdma_server.config import (
     check_together,
     identity_of,
@@ -90,6 +91,8 @@ def main(
             raise click.UsageError(f"options of {ctx.invoked_subcommand} stand after its name")
         return
     if print_capabilities:
+        from pvrdma_server.capabilities import capabilities
+
         click.echo(json.dumps(capabilities(), indent=2))
         return
     try:
@@ -173,6 +176,8 @@ def _leaves(group: BaseExceptionGroup[PvrdmaError]) -> Iterator[PvrdmaError]:
 
 
 def _print_findings(ctx: click.Context, settings: Settings, config: Path | None) -> None:
+    from pvrdma_server.check import check_server
+
     findings = check_server(settings, config)
     for finding in findings:
         click.echo(str(finding))
@@ -213,6 +218,8 @@ def print_qemu_args(
     """
     if (config is None) == (socket_path is None):
         raise click.UsageError("give --config or --socket-path, and not both")
+    from pvrdma_server import qemu_args
+
     if libvirt and as_json:
         raise click.UsageError("--libvirt and --json exclude each other")
     try:

@@ -4,9 +4,7 @@ Contract: `read_file` and `server_config` raise ConfigError with a message that 
 allowed.
 """
 
-import difflib
 import hashlib
-import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -35,6 +33,8 @@ def read_file(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: one line for each thing that is wrong.
     """
+    import tomllib  # a server without a file starts sooner
+
     try:
         document = tomllib.loads(path.read_text())
     except OSError as e:
@@ -111,6 +111,8 @@ def _wanted(option: SettingOption) -> tuple[type, str]:
 
 
 def _unknown(name: str, known: Collection[str], what: str) -> str:
+    import difflib
+
     near = difflib.get_close_matches(name.replace("_", "-"), known, 1)
     near = near or difflib.get_close_matches(name, known, 1)
     guess = f" (did you mean {near[0]}?)" if near else ""

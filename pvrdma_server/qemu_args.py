@@ -7,6 +7,7 @@ Source: QEMU docs/system/devices/vfio-user.rst; drivers/infiniband/hw/vmw_pvrdma
 the device with function 0 of its slot).
 """
 
+import html
 import json
 import os
 import re
@@ -15,7 +16,6 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from typing import Final, NamedTuple
-from xml.sax.saxutils import escape, quoteattr
 
 from pvrdma_server.errors import ConfigError
 
@@ -173,7 +173,6 @@ def shell_lines(words: list[str]) -> str:
 def libvirt_snippet(machine: Machine) -> str:
     """What goes into a libvirt domain. The namespace of its first line belongs into <domain>'s own tag."""
     unit = {"M": "MiB", "G": "GiB"}[machine.memory[-1]]
-    slot = quoteattr(f"{machine.slot:#04x}")
     return f"""\
 <!-- 1. In the domain's own tag: <domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'> -->
 
@@ -188,16 +187,17 @@ def libvirt_snippet(machine: Machine) -> str:
 <interface type='network'>
   <source network='default'/>
   <model type='vmxnet3'/>
-  <address type='pci' domain='0x0000' bus='0x00' slot={slot} function='0x0' multifunction='on'/>
+  <address type='pci' domain='0x0000' bus='0x00' slot='{machine.slot:#04x}' function='0x0' multifunction='on'/>
 </interface>
 
 <!-- 4. Last in the domain: function 1 of the slot, the device. -->
 <qemu:commandline>
   <qemu:arg value='-device'/>
-  <qemu:arg value={_single_quoted(device_argument(machine))}/>
+  <qemu:arg value='{_attribute(device_argument(machine))}'/>
 </qemu:commandline>
 """
 
 
-def _single_quoted(text: str) -> str:
-    return "'" + escape(text, {"'": "&apos;"}) + "'"
+def _attribute(text: str) -> str:
+    """For between single quotes; double ones stay, for JSON to be read."""
+    return html.escape(text, quote=False).replace("'", "&apos;")
