@@ -44,8 +44,11 @@ from pvrdma_server.mad_frames import (
     encode,
 )
 
-# How long CREATE_BIND or DESTROY_BIND, and with it a vCPU, waits for the hub. One that is alive needs some hundred us.
+# How long CREATE_BIND, and with it a vCPU, waits for the hub's answer. A hub that is alive needs some hundred us.
 ANSWER_WAIT_S: Final = 0.1
+# The same for DESTROY_BIND and reset. The hub answers when the GID's connections are ended, for which the kernel may have
+# to find link addresses.
+RELEASE_WAIT_S: Final = 2.0
 # Between attempts to connect; CM repeats its messages every few seconds, so a hub that restarts is found in time.
 FIRST_RETRY_S: Final = 0.05
 LAST_RETRY_S: Final = 1.0
@@ -199,7 +202,7 @@ class MadRelay:
         claimed = self._claims[gid] = _Claimed(gid_type)
         if self._socket is None:
             return
-        self._ask_and_wait(Register(gid, gid_type))
+        self._ask_and_wait(Register(gid, gid_type), ANSWER_WAIT_S)
         if claimed.state is Claim.REFUSED:
             del self._claims[gid]
             code = _ERRNO.get(claimed.code, errno.EADDRINUSE)
@@ -208,7 +211,7 @@ class MadRelay:
     def release(self, gid: bytes) -> None:
         """See `gsi.MadCarrier`."""
         if self._claims.pop(gid, None) is not None and self._socket is not None:
-            self._ask_and_wait(Unregister(gid))
+            self._ask_and_wait(Unregister(gid), RELEASE_WAIT_S)
 
     def send(self, datagram: Datagram) -> bool:
         """See `gsi.MadCarrier`."""
@@ -304,16 +307,16 @@ class MadRelay:
 
     # --- bytes -----------------------------------------------------------------------------------------------------
 
-    def _ask_and_wait(self, question: Register | Unregister) -> None:
+    def _ask_and_wait(self, question: Register | Unregister, wait_s: float) -> None:
         # A hub that owes answers already is slow; a guest must not make us wait for it again and again.
         prompt = not self._asked
         self._ask(question)
         if prompt:
-            self._wait_for_answers()
+            self._wait_for_answers(wait_s)
 
-    def _wait_for_answers(self) -> None:
+    def _wait_for_answers(self, wait_s: float) -> None:
         """Take what the hub sends until it owes no answer, or time is up."""
-        link, deadline_s = self._socket, time.monotonic() + ANSWER_WAIT_S
+        link, deadline_s = self._socket, time.monotonic() + wait_s
         assert link is not None
         poll = select.poll()
         poll.register(link, select.POLLIN)
