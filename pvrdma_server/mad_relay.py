@@ -46,8 +46,8 @@ from pvrdma_server.mad_frames import (
 
 # How long CREATE_BIND, and with it a vCPU, waits for the hub's answer. A hub that is alive needs some hundred us.
 ANSWER_WAIT_S: Final = 0.1
-# The same for DESTROY_BIND and reset. The hub answers when the GID's connections are ended, for which the kernel may have
-# to find link addresses.
+# The same for DESTROY_BIND and reset. The hub answers when the GID's connections are ended, for which the kernel may
+# have to find link addresses.
 RELEASE_WAIT_S: Final = 2.0
 # Between attempts to connect; CM repeats its messages every few seconds, so a hub that restarts is found in time.
 FIRST_RETRY_S: Final = 0.05
