@@ -218,7 +218,12 @@ class Server:
             await nursery.start(self._vfio.serve)
             if timeout_s is not None:
                 nursery.start_soon(
-                    keep_alive, notifier, timeout_s, lambda: self._turns, self._work.wake
+                    keep_alive,
+                    notifier,
+                    timeout_s,
+                    lambda: self._turns,
+                    self._work.wake,
+                    self._line,
                 )
             self._log.info("ready", pid=os.getpid())
             notifier.ready()
@@ -292,6 +297,15 @@ class Server:
             "objects": self._objects,
             "log-level": _log_level,
         }
+
+    def _line(self) -> str:
+        """The server in a line, for the service manager."""
+        client = "attached" if self._vfio.connected else "not attached"
+        objects = self.device.resources
+        return (
+            f"QEMU {client}, device {self.device.state.value}, {len(objects.qps)} queue pairs, "
+            f"{len(objects.gids)} GIDs"
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """The server in short, as JSON values."""

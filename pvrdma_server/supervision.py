@@ -41,7 +41,11 @@ async def obey_signals(scope: trio.CancelScope, notifier: Notifier, reload: Relo
 
 
 async def keep_alive(
-    notifier: Notifier, timeout_s: float, turns: Callable[[], int], wake: Callable[[], None]
+    notifier: Notifier,
+    timeout_s: float,
+    turns: Callable[[], int],
+    wake: Callable[[], None],
+    describe: Callable[[], str],
 ) -> None:
     """Give a sign of life whenever the work task has had a turn since the last look.
 
@@ -50,12 +54,13 @@ async def keep_alive(
         timeout_s: within how long.
         turns: how many turns the work task has had.
         wake: has it take one.
+        describe: what to say beside it, one line.
     """
     before = -1
     while True:
         now = turns()
         if now != before:
-            notifier.alive()
+            notifier.alive(describe())
         before = now
         wake()
         await trio.sleep(timeout_s / _BEATS_PER_TIMEOUT)

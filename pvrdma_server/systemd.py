@@ -85,13 +85,9 @@ class Notifier:
         """We end."""
         self._send("STOPPING=1")
 
-    def alive(self) -> None:
-        """We do our work."""
-        self._send("WATCHDOG=1")
-
-    def status(self, text: str) -> None:
-        """What `systemctl status` shows, one line."""
-        self._send(f"STATUS={text}")
+    def alive(self, status: str) -> None:
+        """We do our work; `status` is a line for `systemctl status`."""
+        self._send(f"WATCHDOG=1\nSTATUS={status}")
 
     def _send(self, message: str) -> None:
         if not self._address:

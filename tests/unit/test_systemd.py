@@ -60,11 +60,12 @@ def notifier(manager: Manager) -> Notifier:
 
 def test_notifications(manager: Manager) -> None:
     us = notifier(manager)
-    for tell in (us.ready, us.alive, us.stopping):
-        tell()
-    us.status("fine")
+    us.ready()
+    us.alive("3 queue pairs")
+    us.stopping()
     us.reloading()
-    assert [manager.heard() for _ in range(4)] == ["READY=1", "WATCHDOG=1", "STOPPING=1", "STATUS=fine"]  # fmt: skip
+    heard = [manager.heard() for _ in range(3)]
+    assert heard == ["READY=1", "WATCHDOG=1\nSTATUS=3 queue pairs", "STOPPING=1"]
     reloading, _, time_us = manager.heard().partition("\nMONOTONIC_USEC=")
     assert reloading == "RELOADING=1"
     assert int(time_us) > 0
@@ -86,7 +87,7 @@ def test_nobody_to_tell_is_no_error(tmp_path: Path) -> None:
 def test_a_manager_that_does_not_read_blocks_nobody(manager: Manager) -> None:
     us = notifier(manager)
     for _ in range(10_000):
-        us.alive()
+        us.alive("fine")
     assert len(manager.all_heard()) < 10_000
 
 
@@ -189,12 +190,12 @@ def test_a_sign_of_life_comes_while_the_work_goes_on_and_no_longer(manager: Mana
     async def live() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(
-                keep_alive, notifier(manager), timeout_s, lambda: work.turns, work.wake
+                keep_alive, notifier(manager), timeout_s, lambda: work.turns, work.wake, lambda: "x"
             )
             for _ in range(10):
                 await trio.sleep(timeout_s)
                 lively = manager.all_heard()
-                assert set(lively) == {"WATCHDOG=1"}
+                assert set(lively) == {"WATCHDOG=1\nSTATUS=x"}
                 # More than one in every span of the timeout, so that a late one ends nothing.
                 assert len(lively) >= 2
             work.hangs = True

@@ -236,6 +236,7 @@ def test_signs_of_life_come_and_end_when_the_server_hangs(make: Callable[..., Se
     service.start(env={"WATCHDOG_USEC": "400000"})
     for _ in range(4):
         service.hears("WATCHDOG=1")
+    service.hears("STATUS=QEMU not attached, device reset, 0 queue pairs, 0 GIDs")
     service.send(signal.SIGSTOP)
     service.manager.settimeout(1.0)
     assert service.falls_silent()
