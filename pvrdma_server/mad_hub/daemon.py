@@ -236,7 +236,7 @@ class MadHub:
                     self._unavailable(str(e))
                 nursery.cancel_scope.cancel()
         finally:
-            self.switch.uplink = None
+            self.switch.unplug()
             receiver.close()
 
     async def _receive(self, receiver: Receiver) -> None:

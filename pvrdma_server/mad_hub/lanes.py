@@ -4,6 +4,7 @@ Contract: `send` never waits. A send may wait in the kernel for a link address, 
 queue, a thread while it sends, and a umad file of its own. Implements `switch.Uplink`.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -42,6 +43,12 @@ class _Parcel(NamedTuple):
     datagram: Datagram
 
 
+class _Mark(NamedTuple):
+    """A place in the lane."""
+
+    call: Callable[[], None]
+
+
 class Lanes:
     """See the module's contract.
 
@@ -60,7 +67,7 @@ class Lanes:
         self._nursery = nursery
         self._open_sender = open_sender
         self._on_failure = on_failure
-        self._queues: dict[int, trio.MemorySendChannel[_Parcel]] = {}
+        self._queues: dict[int, trio.MemorySendChannel[_Parcel | _Mark]] = {}
         # Not trio's default one, which has room for 40.
         self._limiter = trio.CapacityLimiter(MAX_SENDS)
 
@@ -70,7 +77,7 @@ class Lanes:
         """See `switch.Uplink`."""
         queue = self._queues.get(lane)
         if queue is None:
-            queue, parcels = trio.open_memory_channel[_Parcel](URGENT_LANE_LENGTH)
+            queue, parcels = trio.open_memory_channel[_Parcel | _Mark](math.inf)
             self._queues[lane] = queue
             self._nursery.start_soon(self._run, lane, parcels)
         length = URGENT_LANE_LENGTH if urgent else LANE_LENGTH
@@ -79,16 +86,27 @@ class Lanes:
         queue.send_nowait(_Parcel(gid_type, datagram))
         return None
 
+    def when_sent(self, lane: int, call: Callable[[], None]) -> None:
+        """See `switch.Uplink`."""
+        queue = self._queues.get(lane)
+        if queue is None:
+            call()
+        else:
+            queue.send_nowait(_Mark(call))
+
     def client_left(self, lane: int) -> None:
         """See `switch.Uplink`. What waits already still goes out."""
         queue = self._queues.pop(lane, None)
         if queue is not None:
             queue.close()
 
-    async def _run(self, lane: int, parcels: trio.MemoryReceiveChannel[_Parcel]) -> None:
+    async def _run(self, lane: int, parcels: trio.MemoryReceiveChannel[_Parcel | _Mark]) -> None:
         sender: Sender | None = None
         try:
             async for parcel in parcels:
+                if isinstance(parcel, _Mark):
+                    parcel.call()
+                    continue
                 try:
                     if sender is None:
                         sender = await self._in_thread(self._open_sender)

@@ -151,7 +151,7 @@ class Session:
         wire = OldMuxConnection(connections)
         outbox = QueuedOutbox(self._stream.socket, wire.encode)
         self.name = f"{wire.peer_name} (pid {self._facts['pid']})"
-        client = self._switch.attach(self.name, outbox, self._facts, connections)
+        client = self._switch.attach(self.name, outbox, self._facts, connections, patient=False)
         await self._talk(wire, outbox, client, [])
         return self._ended
 

@@ -9,6 +9,7 @@ network sends, the outcome is a delivery or a counted drop, and nobody else noti
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 from pvrdma_server.mad_frames import (
@@ -31,6 +32,8 @@ from pvrdma_server.mad_hub.quiet_log import QuietLog
 QP1: Final = 1
 # As many as a device can have; stops a client that only ever registers.
 MAX_GIDS: Final = 256
+# Answers that wait for the network; a client that asks for more gets them at once.
+MAX_HELD: Final = 4 * MAX_GIDS
 MULTICAST_PREFIX: Final = 0xFF
 
 
@@ -58,6 +61,9 @@ class Uplink(Protocol):
         Urgent ones have more room.
         """
 
+    def when_sent(self, lane: int, call: Callable[[], None]) -> None:
+        """Call once what waits in the lane now is sent, at once if nothing does."""
+
     def client_left(self, lane: int) -> None:
         """Nothing more comes in this lane."""
 
@@ -71,6 +77,9 @@ class Client:
         gids: GID to its type.
         drops: its datagrams that went nowhere, by reason.
         not_read: datagrams for it that were dropped because it does not read.
+        patient: its answers may wait.
+        waits: how many of its requests wait for the network.
+        held: answers that wait with them, for answers come in the order of the requests.
     """
 
     lane: int
@@ -83,6 +92,9 @@ class Client:
     sent: int = 0
     received: int = 0
     not_read: int = 0
+    patient: bool = True
+    waits: int = 0
+    held: list[Message] = field(default_factory=list)
     attached: bool = True
 
 
@@ -120,13 +132,22 @@ class MadSwitch:
         outbox: Outbox,
         facts: dict[str, Any],
         connections: ConnectionTable | None = None,
+        *,
+        patient: bool = True,
     ) -> Client:
         """A client has connected; `facts` are for the status."""
         self._last_lane += 1
         table = ConnectionTable() if connections is None else connections
-        client = Client(self._last_lane, name, outbox, facts, table)
+        client = Client(self._last_lane, name, outbox, facts, table, patient=patient)
         self.clients[client.lane] = client
         return client
+
+    def unplug(self) -> None:
+        """The uplink is gone, with what it was to send."""
+        self.uplink = None
+        for client in list(self.clients.values()):
+            client.waits = 0
+            self._release(client)
 
     def detach(self, client: Client) -> None:
         """The client is gone: its GIDs are free, and its peers are told."""
@@ -156,7 +177,13 @@ class MadSwitch:
             case Register(gid, gid_type):
                 self._answer(client, gid, self._register(client, gid, gid_type))
             case Unregister(gid):
-                self._answer(client, gid, self._unregister(client, gid))
+                before, refusal = self.counters.to_network, self._unregister(client, gid)
+                # The server takes the address off the port next, and the farewells need it.
+                waits = self.counters.to_network > before and client.patient
+                client.waits += waits
+                self._answer(client, gid, refusal)
+                if waits and self.uplink is not None:
+                    self.uplink.when_sent(client.lane, partial(self._sent_all, client))
 
     def from_network(self, datagram: Datagram) -> None:
         """The uplink received `datagram`; `dgid` is zeros if it could not tell."""
@@ -217,6 +244,8 @@ class MadSwitch:
     # --- GIDs --------------------------------------------------------------------------------------------------------
 
     def _register(self, client: Client, gid: bytes, gid_type: int) -> tuple[RefuseCode, str] | None:
+        if gid == NO_GID or gid[0] == MULTICAST_PREFIX or gid_type not in (1, 2):
+            return RefuseCode.BAD_GID, f"GID {gid.hex(':', 2)} of type {gid_type} is nobody's own"
         holder = self._owners.get(gid)
         if holder is not None and holder is not client and holder.outbox.gone():
             # A server that comes back may be heard before its predecessor's end is.
@@ -232,8 +261,6 @@ class MadSwitch:
                 RefuseCode.HELD_BY_ANOTHER,
                 f"GID {gid.hex(':', 2)} is held by {holder.name}; two VMs of a host cannot have one address",
             )
-        if gid == NO_GID or gid[0] == MULTICAST_PREFIX or gid_type not in (1, 2):
-            return RefuseCode.BAD_GID, f"GID {gid.hex(':', 2)} of type {gid_type} is nobody's own"
         if len(client.gids) >= MAX_GIDS:
             return RefuseCode.TOO_MANY, f"{MAX_GIDS} GIDs are registered already"
         client.gids[gid] = gid_type
@@ -259,7 +286,19 @@ class MadSwitch:
             self.counters.refusals[code.name.lower()] += 1
             self.log.warning("request_refused", client=client.name, why=text, key=code.name)
             message = Refused(gid, code, text)
-        if not client.outbox.put(message, urgent=True):
+        client.held.append(message)
+        self._release(client)
+
+    def _sent_all(self, client: Client) -> None:
+        client.waits = max(0, client.waits - 1)
+        self._release(client)
+
+    def _release(self, client: Client) -> None:
+        """Give the client its answers, unless they must wait."""
+        if client.waits and len(client.held) <= MAX_HELD:
+            return
+        answers, client.held = client.held, []
+        if not all(client.outbox.put(answer, urgent=True) for answer in answers):
             # It asks and asks and reads nothing: there is no way to go on with it.
             self.log.warning("answers_not_read", client=client.name, key="answers")
             client.outbox.close()
@@ -316,6 +355,7 @@ class MadSwitch:
             reason = self._deliver(owner, datagram, parse(datagram.payload), urgent=True)
         elif self.uplink is not None and gid_type is not None:
             reason = self.uplink.send(client.lane, gid_type, datagram, urgent=True)
+            self.counters.to_network += reason is None
         if reason is not None:
             self._dropped(None, datagram, reason)
 

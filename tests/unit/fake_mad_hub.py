@@ -1,5 +1,6 @@
 """Around the hub's core: clients that keep what they are given, a network that keeps what is sent, a clock."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pvrdma_server.mad_frames import (
@@ -55,6 +56,7 @@ class FakeUplink:
     refuse: DropReason | None = None
     sent: list[tuple[int, int, Datagram]] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
+    waiting: list[Callable[[], None]] = field(default_factory=list)
 
     def send(
         self, lane: int, gid_type: int, datagram: Datagram, *, urgent: bool = False
@@ -62,6 +64,9 @@ class FakeUplink:
         if self.refuse is None:
             self.sent.append((lane, gid_type, datagram))
         return self.refuse
+
+    def when_sent(self, lane: int, call: Callable[[], None]) -> None:
+        self.waiting.append(call)
 
     def client_left(self, lane: int) -> None:
         self.left.append(lane)

@@ -619,6 +619,25 @@ def test_farewells_go_out_although_the_lane_is_full(tmp_path: Path) -> None:
     play(tmp_path, act)
 
 
+def test_a_gid_is_given_up_when_its_farewells_are_out(tmp_path: Path) -> None:
+    async def act(bed: HubBed) -> None:
+        bed.port.unresolved.add(GID_NET)
+        bed.port.resolved.set()
+        async with bed.client("a", GID_A) as a:
+            for number in range(5):
+                await a.send(GID_A, GID_NET, req(number + 1, GID_A, GID_NET))
+                await bed.port.outgoing.receive()
+            bed.port.resolved.clear()
+            bed.port.waiting = trio.Event()
+            await a.say(Unregister(GID_A))
+            await bed.port.waiting.wait()
+            bed.port.resolved.set()
+            assert await a.next() == Ok(GID_A)
+            assert bed.port.outgoing.statistics().current_buffer_used == 5
+
+    play(tmp_path, act)
+
+
 def test_a_send_that_fails_is_a_counted_drop(tmp_path: Path) -> None:
     async def act(bed: HubBed) -> None:
         bed.port.unreachable.add(GID_NET)

@@ -137,8 +137,17 @@ class HostileHub(RuleBasedStateMachine):
 
     @rule(on=st.booleans(), refuse=st.sampled_from([None, DropReason.QUEUE_FULL]))
     def plug(self, on: bool, refuse: DropReason | None) -> None:
-        self.switch.uplink = self.uplink if on else None
+        if on:
+            self.switch.uplink = self.uplink
+        else:
+            self.switch.unplug()
         self.uplink.refuse = refuse
+
+    @rule()
+    def all_is_sent(self) -> None:
+        for call in self.uplink.waiting:
+            call()
+        self.uplink.waiting.clear()
 
     @rule()
     def fail_a_send(self) -> None:
@@ -184,6 +193,7 @@ class HostileHub(RuleBasedStateMachine):
         for client in self.switch.clients.values():
             for gid in client.gids:
                 assert self.switch.owner_of(gid) is client
+                assert client.gids[gid] in (1, 2)
 
     @invariant()
     def tables_are_bounded(self) -> None:

@@ -31,10 +31,18 @@ from unit.mads import (
 
 from pvrdma_server.abi.ibta_vol1_c12 import CM_DREQ, CM_IDS, CM_REJ, CmRejected, CmRejReason
 from pvrdma_server.abi.mad import MAD_HDR, CmAttrId
-from pvrdma_server.mad_frames import Datagram, DropReason, Ok, RefuseCode, Refused, Register
+from pvrdma_server.mad_frames import (
+    Datagram,
+    DropReason,
+    Ok,
+    RefuseCode,
+    Refused,
+    Register,
+    Unregister,
+)
 from pvrdma_server.mad_hub.cm import RELAYED, parse
 from pvrdma_server.mad_hub.connections import ConnectionTable
-from pvrdma_server.mad_hub.switch import MAX_GIDS
+from pvrdma_server.mad_hub.switch import MAX_GIDS, MAX_HELD
 
 
 @pytest.fixture
@@ -179,9 +187,11 @@ def test_a_holder_that_has_hung_up_does_not_keep_its_successor_out(bed: Bed) -> 
     [(bytes(16), 2), (b"\xff" + bytes(15), 2), (GID_A, 0), (GID_A, 3)],
 )
 def test_gids_that_are_nobodys_are_refused(bed: Bed, gid: bytes, gid_type: int) -> None:
-    answer = bed.vm("a").register(gid, gid_type)
+    a = bed.vm("a", GID_A)
+    answer = a.register(gid, gid_type)
     assert isinstance(answer, Refused)
     assert answer.code == RefuseCode.BAD_GID
+    assert a.client.gids == {GID_A: 2}
 
 
 def test_there_is_a_limit_to_gids(bed: Bed) -> None:
@@ -556,6 +566,58 @@ def test_an_unregistered_gid_ends_its_connections_and_no_others(bed: Bed) -> Non
     assert [c.local_id for c in a.client.connections] == [2]
 
 
+def test_the_answer_to_unregister_waits_until_the_farewells_are_out(bed: Bed) -> None:
+    """The server then takes the address off the host's port, without which nothing can be sent from it."""
+    a = bed.vm("a", GID_A, GID_C)
+    connect(bed, a.send, GID_A)
+    a.take()
+    bed.switch.received(a.client, Unregister(GID_A))
+    bed.switch.received(a.client, Register(GID_B, 2))
+    bed.switch.received(a.client, Unregister(GID_C))
+    assert a.outbox.messages == []
+    assert len(bed.to_network()) == 1
+    bed.uplink.waiting.pop()()
+    assert a.outbox.messages == [Ok(GID_A), Ok(GID_B), Ok(GID_C)]
+    assert bed.uplink.waiting == []
+
+
+def test_two_waits_are_two(bed: Bed) -> None:
+    a = bed.vm("a", GID_A, GID_C)
+    connect(bed, a.send, GID_A)
+    a.gid = GID_C
+    connect(bed, a.send, GID_C, local_id=8)
+    a.take()
+    bed.switch.received(a.client, Unregister(GID_A))
+    bed.switch.received(a.client, Unregister(GID_C))
+    bed.uplink.waiting.pop(0)()
+    assert a.outbox.messages == []
+    bed.uplink.waiting.pop(0)()
+    assert a.outbox.messages == [Ok(GID_A), Ok(GID_C)]
+
+
+def test_answers_do_not_wait_for_an_uplink_that_is_gone(bed: Bed) -> None:
+    a = bed.vm("a", GID_A)
+    connect(bed, a.send, GID_A)
+    a.take()
+    bed.switch.received(a.client, Unregister(GID_A))
+    bed.switch.unplug()
+    assert a.outbox.messages == [Ok(GID_A)]
+    assert a.register(GID_B) == Ok(GID_B)
+    bed.uplink.waiting.pop()()
+    assert a.outbox.messages == [Ok(GID_A)]
+
+
+def test_there_is_a_bound_on_answers_that_wait(bed: Bed) -> None:
+    a = bed.vm("a", GID_A)
+    connect(bed, a.send, GID_A)
+    a.take()
+    bed.switch.received(a.client, Unregister(GID_A))
+    for _ in range(MAX_HELD):
+        bed.switch.received(a.client, Unregister(GID_C))
+    assert len(a.outbox.messages) > MAX_HELD
+    assert a.client.held == []
+
+
 def test_farewells_reach_a_peer_whose_queue_is_full(bed: Bed) -> None:
     a, b = bed.vm("a", GID_A), bed.vm("b", GID_B)
     for number in range(1, 21):
@@ -574,7 +636,7 @@ def test_farewells_reach_a_peer_whose_queue_is_full(bed: Bed) -> None:
 def test_without_a_way_farewells_are_counted(bed: Bed) -> None:
     a = bed.vm("a", GID_A)
     connect(bed, a.send, GID_A)
-    bed.switch.uplink = None
+    bed.switch.unplug()
     a.die()
     assert bed.dropped == {"no_route": 1}
 
