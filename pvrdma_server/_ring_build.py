@@ -23,7 +23,8 @@ struct ring_landing {
     uint32_t dst_qpn, src_qpn, psn, rkey, max_length, limit;
     uint64_t limit_bytes;
     struct ring_piece piece;
-    uint32_t messages; uint64_t bytes;
+    uint64_t address, total, done;
+    uint32_t messages, unanswered; uint64_t bytes;
 };
 void ring_land_writes(struct ring_landing *);
 
@@ -40,6 +41,16 @@ struct ring_posting {
     struct ring_sent sent[256];
 };
 void ring_post_writes(struct ring_posting *);
+
+struct ring_chunks {
+    struct ring_piece piece;
+    uint8_t *data; uint64_t *head_word; uint64_t capacity, head, tail, reserve;
+    uint32_t kind, flags, imm, dst_qpn, src_qpn, rkey, chunk, ack_every, limit;
+    uint64_t psn, addr, remote_addr, total, offset, limit_bytes;
+    uint32_t messages; uint64_t bytes;
+};
+void ring_post_chunks(struct ring_chunks *);
+void ring_land_response(struct ring_landing *);
 """
 
 _SOURCE = r"""
@@ -85,7 +96,7 @@ int ring_linger(const uint64_t *head, uint64_t head_seen, const uint64_t *room, 
     return 0;
 }
 
-/* --- RDMA WRITEs of one message each, many in one call ---------------------------------------------------------- */
+/* --- RDMA WRITEs and the data of READs, many messages in one call ------------------------------------------------ */
 
 /* The messages' header; see wire.py. Both machines of a fabric are this one. */
 struct header {
@@ -108,9 +119,9 @@ struct entry {
 };
 _Static_assert(sizeof(struct entry) == 96, "entry");
 
-enum { WRITE = 2, VERSION = 1, WHOLE = 1 | 2, SOLICITED = 4, ACK_REQUEST = 32 };
+enum { WRITE = 2, READ_RESPONSE = 4, VERSION = 1, FIRST = 1, LAST = 2, SOLICITED = 4, ACK_REQUEST = 32 };
 enum { OPCODE_RDMA_WRITE = 0, SIGNALED = 2 };
-enum { TAIL = 8, ALIGN = 63, PSN_MASK = 0xffffff };
+enum { TAIL = 8, ALIGN = 63, PSN_MASK = 0xffffff, MAX_MESSAGE = 1 << 30 };
 
 struct ring_piece { uint64_t address, length; uint8_t *memory; };
 
@@ -119,7 +130,8 @@ struct ring_landing {
     uint32_t dst_qpn, src_qpn, psn, rkey, max_length, limit;
     uint64_t limit_bytes;
     struct ring_piece piece;
-    uint32_t messages; uint64_t bytes;
+    uint64_t address, total, done;
+    uint32_t messages, unanswered; uint64_t bytes;
 };
 
 struct ring_sent { uint64_t wr_id, remote_addr, addr; uint32_t length, rkey, flags, unused; };
@@ -133,6 +145,14 @@ struct ring_posting {
     uint32_t dst_qpn, src_qpn, psn;
     uint32_t messages; uint64_t bytes;
     struct ring_sent sent[256];
+};
+
+struct ring_chunks {
+    struct ring_piece piece;
+    uint8_t *data; uint64_t *head_word; uint64_t capacity, head, tail, reserve;
+    uint32_t kind, flags, imm, dst_qpn, src_qpn, rkey, chunk, ack_every, limit;
+    uint64_t psn, addr, remote_addr, total, offset, limit_bytes;
+    uint32_t messages; uint64_t bytes;
 };
 
 static bool within(const struct ring_piece *p, uint64_t address, uint64_t length)
@@ -166,27 +186,96 @@ static void copy_in(uint8_t *data, uint64_t capacity, uint64_t to, const uint8_t
     memcpy(data + ((to + first) & (capacity - 1)), from + first, length - first);
 }
 
-/* Takes messages as long as each is the whole WRITE that follows the one before, into this piece of memory. The
-   header is a snapshot; the producer may change anything at any time and spoils its own data only. */
+/* Takes messages as long as each is the part of a WRITE that follows the one before, into this piece of memory. A
+   WRITE that is under way has `done` of `total` bytes at `address`; `total` 0: there is none. The header is a snapshot;
+   the producer may change anything at any time and spoils its own data only. */
 void ring_land_writes(struct ring_landing *t)
 {
-    for (t->messages = 0, t->bytes = 0; t->messages < t->limit && t->bytes < t->limit_bytes; t->messages++) {
+    t->messages = t->unanswered = 0, t->bytes = 0;
+    for (; t->messages < t->limit && t->bytes < t->limit_bytes; t->messages++) {
         struct header h;
         uint64_t at = t->tail & (t->capacity - 1), there = t->head - t->tail;
         if (there < sizeof h)
             return;
         memcpy(&h, t->data + at, sizeof h);
         __asm__ volatile("" ::: "memory"); /* what is checked is what is used */
-        if (h.kind != WRITE || h.version != VERSION || (h.flags & ~(SOLICITED | ACK_REQUEST)) != WHOLE
-            || h.dst_qpn != t->dst_qpn || h.src_qpn != t->src_qpn || h.psn != t->psn || h.rkey != t->rkey
-            || !h.length || h.length > t->max_length || h.length != h.total
-            || record_size(h.length) > there
-            || !within(&t->piece, h.remote_addr, h.length))
+        bool first = h.flags & FIRST, last = h.flags & LAST;
+        if (h.kind != WRITE || h.version != VERSION || h.flags & ~(FIRST | LAST | SOLICITED | ACK_REQUEST)
+            || h.dst_qpn != t->dst_qpn || h.src_qpn != t->src_qpn || h.psn != t->psn || first == (t->total != 0)
+            || !h.length || h.length > t->max_length || record_size(h.length) > there)
             return;
-        copy_out(t->piece.memory + (h.remote_addr - t->piece.address), t->data, t->capacity, at + sizeof h, h.length);
+        uint64_t address = first ? h.remote_addr : t->address, total = first ? h.total : t->total;
+        uint64_t done = first ? 0 : t->done, end = done + h.length;
+        if ((first && (h.rkey != t->rkey || h.total > MAX_MESSAGE)) || end > total || last != (end == total)
+            || !within(&t->piece, address, total))
+            return;
+        copy_out(t->piece.memory + (address + done - t->piece.address), t->data, t->capacity, at + sizeof h, h.length);
+        t->address = address, t->total = last ? 0 : total, t->done = last ? 0 : end;
         t->tail += record_size(h.length);
         t->bytes += h.length;
         t->psn = (t->psn + 1) & PSN_MASK;
+        t->unanswered = last || h.flags & ACK_REQUEST ? 0 : t->unanswered + 1;
+    }
+}
+
+/* The same for the data of one READ: `psn` is the request's, `done` of `total` bytes have come to `address`. */
+void ring_land_response(struct ring_landing *t)
+{
+    t->messages = 0, t->bytes = 0;
+    for (; t->messages < t->limit && t->bytes < t->limit_bytes && t->done < t->total; t->messages++) {
+        struct header h;
+        uint64_t at = t->tail & (t->capacity - 1), there = t->head - t->tail;
+        if (there < sizeof h)
+            return;
+        memcpy(&h, t->data + at, sizeof h);
+        __asm__ volatile("" ::: "memory");
+        uint64_t end = t->done + h.length;
+        if (h.kind != READ_RESPONSE || h.version != VERSION || h.flags & ~LAST || h.dst_qpn != t->dst_qpn
+            || h.src_qpn != t->src_qpn || h.psn != t->psn || h.offset != t->done || !h.length
+            || h.length > t->max_length || record_size(h.length) > there || end > t->total
+            || (h.flags == LAST) != (end == t->total) || !within(&t->piece, t->address, t->total))
+            return;
+        /* The last part goes the usual way, which completes the request. */
+        if (end == t->total)
+            return;
+        copy_out(t->piece.memory + (t->address + t->done - t->piece.address), t->data, t->capacity, at + sizeof h,
+                 h.length);
+        t->done = end;
+        t->tail += record_size(h.length);
+        t->bytes += h.length;
+    }
+}
+
+/* Sends parts of one WRITE, or of the data of one READ, out of this piece of memory. */
+void ring_post_chunks(struct ring_chunks *p)
+{
+    p->messages = 0, p->bytes = 0;
+    if (!within(&p->piece, p->addr, p->total))
+        return;
+    for (; p->messages < p->limit && p->bytes < p->limit_bytes && p->offset < p->total; p->messages++) {
+        uint64_t left = p->total - p->offset, length = left < p->chunk ? left : p->chunk;
+        uint64_t size = record_size(length), at = p->head & (p->capacity - 1);
+        if (p->head + size - p->tail > p->capacity - p->reserve)
+            break;
+        bool response = p->kind == READ_RESPONSE, last = length == left;
+        struct header h = {
+            .kind = p->kind, .flags = last ? LAST : 0, .version = VERSION, .dst_qpn = p->dst_qpn, .src_qpn = p->src_qpn,
+            .psn = p->psn & PSN_MASK, .length = length, .total = p->total, .imm = p->imm,
+        };
+        if (response) {
+            h.offset = p->offset;
+        } else {
+            h.flags |= p->flags | (p->offset ? 0 : FIRST) | (!last && p->psn % p->ack_every == 0 ? ACK_REQUEST : 0);
+            h.rkey = p->rkey, h.remote_addr = p->remote_addr;
+            p->psn++;
+        }
+        copy_in(p->data, p->capacity, at + sizeof h, p->piece.memory + (p->addr + p->offset - p->piece.address),
+                length);
+        memcpy(p->data + at, &h, sizeof h);
+        p->head += size;
+        p->offset += length;
+        p->bytes += length;
+        __atomic_store_n(p->head_word, p->head, __ATOMIC_RELEASE);
     }
 }
 
@@ -212,7 +301,7 @@ void ring_post_writes(struct ring_posting *p)
         if (p->head + size - p->tail > p->capacity - p->reserve)
             break;
         struct header h = {
-            .kind = WRITE, .flags = WHOLE, .version = VERSION, .dst_qpn = p->dst_qpn, .src_qpn = p->src_qpn,
+            .kind = WRITE, .flags = FIRST | LAST, .version = VERSION, .dst_qpn = p->dst_qpn, .src_qpn = p->src_qpn,
             .psn = p->psn, .length = e.length, .rkey = e.rkey, .remote_addr = e.remote_addr, .total = e.length,
         };
         copy_in(p->data, p->capacity, at + sizeof h, p->piece.memory + (e.addr - p->piece.address), e.length);

@@ -8,7 +8,7 @@ from fake_owner import Bell, Bench, FakeClock, Station
 
 from pvrdma_server.backend_soft import LocalFabric, SoftBackend, SoftConfig
 from pvrdma_server.backend_soft.carrier import Endpoint, Fabric
-from pvrdma_server.backend_soft.fast_writes import Posted, WritePosting
+from pvrdma_server.backend_soft.fast_path import Chunks, Posted, WritePosting
 from pvrdma_server.errors import BackendError
 
 OK, DROP, TWICE, LATE, FULL = "ok", "drop", "twice", "late", "full"
@@ -39,6 +39,9 @@ class FaultyLink:
         return True
 
     def send_writes(self, what: WritePosting) -> Posted | None:
+        return None
+
+    def send_chunks(self, what: Chunks) -> Posted | None:
         return None
 
 

@@ -30,7 +30,7 @@ from pvrdma_server.backend_soft.codes import GSI, RC, UD
 from pvrdma_server.backend_soft.config import SoftConfig
 from pvrdma_server.backend_soft.context import Environment, Gid
 from pvrdma_server.backend_soft.counters import Counters
-from pvrdma_server.backend_soft.fast_writes import WriteRun
+from pvrdma_server.backend_soft.fast_path import Landed, Run
 from pvrdma_server.backend_soft.local_fabric import LocalFabric
 from pvrdma_server.backend_soft.memory import KeyTable, SoftMr, SoftPd
 from pvrdma_server.backend_soft.qp import SoftQp
@@ -87,7 +87,6 @@ class SoftBackend:
         self._qps: dict[int, SoftQp] = {}
         self._pds: set[SoftPd] = set()
         self._srqs: set[SoftSrq] = set()
-        self._last: tuple[SoftQp, Carrier, RcMessage] | None = None
         # First in, first out: a QPN is used again as late as possible, so that what is still
         # under way for a QP that is gone does not meet another.
         # QP1 is one of the max_qp.
@@ -286,25 +285,22 @@ class SoftBackend:
             counters.unknown_qp += 1
         elif isinstance(message, RcMessage):
             qp.receive_rc(peer, message, payload)
-            self._last = qp, peer, message
         elif self._env.port.route(message.sgid) is peer and message.dgid in self._env.own_gids:
             qp.receive_datagram(message, payload)
         else:
             counters.wrong_peer += 1
 
-    def more_writes(self) -> WriteRun | None:
+    def offer(self, peer: Carrier, qpn: int, kind: int) -> Run | None:
         """See `Endpoint`."""
-        if self._last is None:
-            return None
-        qp, peer, message = self._last
-        return qp.more_writes(peer, message)
+        qp = self._qps.get(qpn)
+        return qp.offer(peer, kind) if qp is not None else None
 
-    def landed(self, run: WriteRun, messages: int, length_bytes: int) -> None:
+    def landed(self, run: Run, landed: Landed) -> None:
         """See `Endpoint`."""
         counters = self._env.counters
-        counters.rx_messages += messages
-        counters.rx_bytes += length_bytes
-        self._qps[run.dst_qpn].writes_landed(messages)
+        counters.rx_messages += landed.messages
+        counters.rx_bytes += landed.length_bytes
+        self._qps[run.dst_qpn].landed(run.kind, landed)
 
     def room(self, carrier: Carrier) -> None:
         """A carrier has room again: who waited for it has a turn."""
@@ -325,7 +321,6 @@ class SoftBackend:
             qp.destroy()
         for index in list(self._env.gids):
             self.remove_gid(index)
-        self._last = None
         self._env.keys.clear()
         self._env.ready.clear()
         self._env.blocked.clear()

@@ -12,7 +12,7 @@ returns for that peer's GIDs, so a peer cannot speak for another. Whatever it ca
 from collections.abc import Sequence
 from typing import Protocol
 
-from pvrdma_server.backend_soft.fast_writes import Posted, WritePosting, WriteRun
+from pvrdma_server.backend_soft.fast_path import Chunks, Landed, Posted, Run, WritePosting
 
 
 class Carrier(Protocol):
@@ -26,7 +26,10 @@ class Carrier(Protocol):
         """
 
     def send_writes(self, what: WritePosting) -> Posted | None:
-        """The short cut of `fast_writes`; None where there is none, or no room."""
+        """The short cut of `fast_path`; None where there is none, or no room."""
+
+    def send_chunks(self, what: Chunks) -> Posted | None:
+        """Likewise."""
 
 
 class Endpoint(Protocol):
@@ -37,11 +40,11 @@ class Endpoint(Protocol):
     def receive(self, peer: Carrier, header: bytes, payload: Sequence[memoryview]) -> None:
         """A message from `peer`, untrusted: header a snapshot, payload views valid during the call."""
 
-    def more_writes(self) -> WriteRun | None:
-        """What could follow the message that was received last by the short cut of `fast_writes`."""
+    def offer(self, peer: Carrier, qpn: int, kind: int) -> Run | None:
+        """What of this kind a queue pair would take next from `peer` by the short cut of `fast_path`, if anything."""
 
-    def landed(self, run: WriteRun, messages: int, length_bytes: int) -> None:
-        """So many messages, at least one, came by the short cut that was just offered."""
+    def landed(self, run: Run, landed: Landed) -> None:
+        """What came by the short cut that was just offered, which may be nothing."""
 
     def room(self, carrier: Carrier) -> None:
         """A carrier that had no room has some again."""

@@ -17,7 +17,7 @@ from pvrdma_server.backend_soft.codes import (
     REMOTE_READ,
     REMOTE_WRITE,
 )
-from pvrdma_server.backend_soft.fast_writes import Piece
+from pvrdma_server.backend_soft.fast_path import Piece
 from pvrdma_server.errors import BackendError, GuestError
 from pvrdma_server.guest_memory import PAGE_SIZE, GuestMemory, GuestPages
 

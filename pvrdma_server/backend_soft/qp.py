@@ -32,7 +32,7 @@ from pvrdma_server.backend_soft.codes import (
 )
 from pvrdma_server.backend_soft.context import Environment, QpContext, RecvQueue
 from pvrdma_server.backend_soft.datagram import DatagramReceiver, DatagramSender
-from pvrdma_server.backend_soft.fast_writes import WriteRun
+from pvrdma_server.backend_soft.fast_path import Landed, Run
 from pvrdma_server.backend_soft.memory import SoftPd
 from pvrdma_server.backend_soft.requester import Requester
 from pvrdma_server.backend_soft.responder import Responder
@@ -150,20 +150,25 @@ class SoftQp:
         elif ctx.state != RTR and isinstance(sender, Requester):
             sender.response(message, payload)
 
-    def more_writes(self, peer: Carrier, message: RcMessage) -> WriteRun | None:
-        """What may follow `message`, the last one that was received, by the short cut of `fast_writes`."""
-        ctx, responder = self._ctx, self._responder
-        # The message may be one that was refused, so everything is asked again.
-        if responder is None or ctx.state not in _HEARS or not self._comm_est:
+    def offer(self, peer: Carrier, kind: int) -> Run | None:
+        """What of this kind could come next from `peer` by the short cut of `fast_path`."""
+        ctx, responder, sender = self._ctx, self._responder, self._sender
+        if responder is None or ctx.state not in _HEARS:
             return None
-        if message.src_qpn != ctx.dest_qpn or self._env.port.route(ctx.dgid) is not peer:
+        if self._env.port.route(ctx.dgid) is not peer:
             return None
-        return responder.more_writes(message)
+        if kind == wire.WRITE:
+            return responder.offer() if self._comm_est else None
+        return sender.offer() if ctx.state != RTR and isinstance(sender, Requester) else None
 
-    def writes_landed(self, messages: int) -> None:
-        """So many came of it."""
-        assert self._responder is not None
-        self._responder.writes_landed(messages)
+    def landed(self, kind: int, landed: Landed) -> None:
+        """What came of it."""
+        if kind == wire.WRITE:
+            assert self._responder is not None
+            self._responder.landed(landed)
+        else:
+            assert isinstance(self._sender, Requester)
+            self._sender.landed(landed)
 
     def receive_datagram(self, message: DatagramMessage, payload: Sequence[memoryview]) -> None:
         """A datagram whose GIDs were checked."""

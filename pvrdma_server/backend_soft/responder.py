@@ -33,7 +33,7 @@ from pvrdma_server.backend_soft.codes import (
     WR_FLUSH_ERR,
 )
 from pvrdma_server.backend_soft.context import QpContext
-from pvrdma_server.backend_soft.fast_writes import WriteRun
+from pvrdma_server.backend_soft.fast_path import Hint, Landed, Run
 from pvrdma_server.backend_soft.responses import ResponseQueue
 from pvrdma_server.backend_soft.scatter import (
     copy_views,
@@ -80,7 +80,7 @@ class Responder:
 
     __slots__ = (
         "_address", "_atomics", "_done", "_kind", "_nak_sent", "_owner", "_rkey", "_total", "_wr",
-        "ctx", "psn", "responses",
+        "ctx", "hint", "psn", "responses",
     )  # fmt: skip
 
     def __init__(self, ctx: QpContext) -> None:
@@ -89,6 +89,7 @@ class Responder:
         self.responses = ResponseQueue(ctx)
         self._atomics: deque[tuple[int, int]] = deque()
         self._wr: RecvWr | None = None
+        self.hint = Hint()
         self.reset(0)
 
     def reset(self, psn: int) -> None:
@@ -99,6 +100,7 @@ class Responder:
         self._wr = None
         self._kind = self._address = self._rkey = self._total = self._done = 0
         self._nak_sent = False
+        self.hint.forget()
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -208,33 +210,37 @@ class Responder:
             self._take_for_imm()
         copy_views(target, payload)
         self._kind, self._done = wire.WRITE, end
+        self.hint.set(self._rkey, self._address)
         self._accepted(message)
         if self._wr is not None:
             self._received(message, WC_RECV_IMM, WC_WITH_IMM, message.imm)
 
-    def more_writes(self, message: RcMessage) -> WriteRun | None:
-        """What may follow `message`, just executed: WRITEs under the same key, into memory in a row with it."""
-        ctx = self.ctx
-        if (
-            message.kind != wire.WRITE
-            or self._kind
-            or not message.length
-            or (message.psn + 1 - self.psn) & PSN_MASK
-            or not ctx.access & REMOTE_WRITE
-        ):
+    def offer(self) -> Run | None:
+        """What could come next: WRITEs under the key of the last one, into memory in a row with it."""
+        ctx, hint = self.ctx, self.hint
+        if self._kind not in (0, wire.WRITE) or not ctx.access & REMOTE_WRITE or not hint.tempts():
             return None
         try:
-            piece = ctx.env.keys.piece_untrusted(
-                ctx.pd, message.rkey, message.remote_addr, REMOTE_WRITE
-            )
+            piece = ctx.env.keys.piece_untrusted(ctx.pd, hint.key, hint.address, REMOTE_WRITE)
         except GuestError:
+            hint.forget()
             return None
-        return WriteRun(ctx.qpn, ctx.dest_qpn, self.psn & PSN_MASK, message.rkey, piece)
+        under_way = (self._address, self._total, self._done) if self._kind else (0, 0, 0)
+        psn = self.psn & PSN_MASK
+        return Run(wire.WRITE, ctx.qpn, ctx.dest_qpn, psn, hint.key, piece, *under_way)
 
-    def writes_landed(self, messages: int) -> None:
-        """So many of them came, each a whole message."""
-        self.psn += messages
-        self.responses.acknowledge(self.psn - 1)
+    def landed(self, landed: Landed) -> None:
+        """What came of it."""
+        self.hint.tried(landed.messages)
+        if not landed.messages:
+            return
+        self._nak_sent = False
+        self._kind = wire.WRITE if landed.total else 0
+        self._address, self._total, self._done = landed.address, landed.total, landed.done
+        self._rkey = self.hint.key
+        self.psn += landed.messages
+        if landed.unanswered < landed.messages:
+            self.responses.acknowledge(self.psn - 1 - landed.unanswered)
 
     def _take_for_imm(self) -> None:
         wr = self._take()

@@ -10,7 +10,7 @@ PSNs are unbounded ints here, cut to 24 bits on the wire.
 Source: InfiniBand Architecture Specification vol. 1, 9.7.2, 10.8.3.
 """
 
-from pvrdma_server.backend import Completion, SendWr
+from pvrdma_server.backend import Completion, SendEntries, SendWr
 from pvrdma_server.backend_soft import wire
 from pvrdma_server.backend_soft.admission import admit, atomic_operands
 from pvrdma_server.backend_soft.carrier import Carrier
@@ -27,7 +27,7 @@ from pvrdma_server.backend_soft.codes import (
     WR_FLUSH_ERR,
 )
 from pvrdma_server.backend_soft.context import QpContext
-from pvrdma_server.backend_soft.fast_writes import WritePosting
+from pvrdma_server.backend_soft.fast_path import Chunks, Hint, Posted, WritePosting
 from pvrdma_server.backend_soft.scatter import resolve_sges_untrusted
 from pvrdma_server.backend_soft.wire import PSN_MASK, READ_REQUEST
 from pvrdma_server.backend_soft.wqe import SendQueue, SentWrites, Wqe
@@ -47,6 +47,7 @@ class Sending:
         "ctx",
         "deadline_ns",
         "failing",
+        "hint",
         "psn",
         "queue",
         "queued_ns",
@@ -67,6 +68,7 @@ class Sending:
         self._chunk, self._window = config.chunk_bytes, config.window_bytes
         self._ack_every = max(1, config.window_bytes // config.chunk_bytes // 4)
         self.queued_ns: int | None = None
+        self.hint = Hint()
         self.reset(0)
 
     def reset(self, psn: int) -> None:
@@ -77,6 +79,7 @@ class Sending:
         self.reads = 0
         self.failing = self.recovering = self.rnr_wait = self._stalled = False
         self.wanted = True
+        self.hint.forget()
         self.retries_left, self.rnr_left = self.ctx.retry_cnt, self.ctx.rnr_retry
         self.deadline_ns: int | None = None
 
@@ -98,17 +101,22 @@ class Sending:
                 self.wanted = True
                 break
             chunks -= 1
+            if carrier is not None and (sent := self._more_writes(carrier)):
+                moved += sent
+                chunks -= min(chunks, sent // self._chunk)
+                continue
             wqe = queue.current or self._next()
             if wqe is None:
                 break
             # One that is answered already had nothing to send, but took its time.
-            sent = 0 if wqe.answered else self._emit(carrier, wqe)
+            sent = 0 if wqe.answered else self._emit_some(carrier, wqe, chunks + 1)
+            chunks -= min(chunks, max(0, sent - 1) // self._chunk)
             if sent < 0:
                 self.wanted = True
                 break
             moved += sent
-            if carrier is not None and sent and wqe.next > wqe.last and wqe.kind == wire.WRITE:
-                moved += self._more_writes(carrier, wqe)
+            if wqe.kind == wire.WRITE and len(wqe.wr.sges) == 1:
+                self.hint.set(wqe.wr.sges[0].lkey, wqe.wr.sges[0].addr)
         return moved
 
     def _next(self) -> Wqe | None:
@@ -160,6 +168,38 @@ class Sending:
             self._retire()
         return wqe
 
+    def _emit_some(self, carrier: Carrier | None, wqe: Wqe, chunks: int) -> int:
+        # Up to so many messages; the bytes sent, or -1 when the carrier has no room.
+        left = wqe.total - (wqe.next - wqe.first) * self._chunk
+        if (
+            carrier is not None
+            and wqe.kind == wire.WRITE
+            and left > self._chunk
+            and len(wqe.wr.sges) == 1
+            and not wqe.flags & wire.WITH_IMM
+        ):
+            posted = self._emit_chunks(carrier, wqe, chunks)
+            if posted is not None:
+                next_psn = wqe.next + posted.messages
+                self._emitted(wqe, next_psn, posted.length_bytes, posted.messages)
+                return posted.length_bytes
+        return self._emit(carrier, wqe)
+
+    def _emit_chunks(self, carrier: Carrier, wqe: Wqe, chunks: int) -> Posted | None:
+        ctx = self.ctx
+        address, _, lkey = wqe.wr.sges[0]
+        try:
+            piece = ctx.env.keys.piece_untrusted(ctx.pd, lkey, address, 0)
+        except GuestError:
+            return None
+        return carrier.send_chunks(
+            Chunks(
+                wqe.kind, wqe.flags, ctx.dest_qpn, ctx.qpn, wqe.next, piece, address, wqe.total,
+                (wqe.next - wqe.first) * self._chunk, self._chunk, chunks,
+                self._window - self.queue.flying, wqe.rkey, wqe.remote_addr, self._ack_every,
+            )
+        )  # fmt: skip
+
     def _emit(self, carrier: Carrier | None, wqe: Wqe) -> int:
         # Bytes sent, or -1 when the carrier has no room.
         ctx, psn, kind, total = self.ctx, wqe.next, wqe.kind, wqe.total
@@ -194,34 +234,39 @@ class Sending:
         self._emitted(wqe, psn + 1, length)
         return length
 
-    def _more_writes(self, carrier: Carrier, wqe: Wqe) -> int:
-        # What follows and is like `wqe`, by the short cut; the bytes sent.
-        queue, ctx = self.queue, self.ctx
-        if queue.resend or queue.held or self.reads or self.failing or ctx.state != RTS:
+    def _more_writes(self, carrier: Carrier) -> int:
+        # What is like the last WRITE, by the short cut; the bytes sent.
+        queue, ctx, hint = self.queue, self.ctx, self.hint
+        if queue.current or queue.resend or queue.held or self.reads or self.failing:
             return 0
-        entries = self._owner.peek_sends() if len(wqe.wr.sges) == 1 else None
+        if ctx.state != RTS or not hint.tempts():
+            return 0
+        entries = self._owner.peek_sends()
         if entries is None:
             return 0
-        address, _, lkey = wqe.wr.sges[0]
         try:
-            piece = ctx.env.keys.piece_untrusted(ctx.pd, lkey, address, 0)
+            piece = ctx.env.keys.piece_untrusted(ctx.pd, hint.key, hint.address, 0)
         except GuestError:
+            hint.forget()
             return 0
         room = max(0, ctx.init.max_send_wr - queue.taken)
         posted = carrier.send_writes(
             WritePosting(
-                entries, lkey, piece, room, max(0, self._window - queue.flying), self._chunk,
+                entries, hint.key, piece, room, max(0, self._window - queue.flying), self._chunk,
                 ctx.dest_qpn, ctx.qpn, self.psn & PSN_MASK,
             )
         )  # fmt: skip
-        if posted is None:
-            return 0
+        hint.tried(posted.messages if posted else 0)
+        return self._posted(posted, entries, hint.key) if posted else 0
+
+    def _posted(self, posted: Posted, entries: SendEntries, lkey: int) -> int:
         self._owner.took_sends(posted.messages)
-        queue.add_writes(SentWrites(posted, self.psn, lkey, signal_all=entries.signal_all))
+        self.queue.add_writes(SentWrites(posted, self.psn, lkey, signal_all=entries.signal_all))
         self.psn += posted.messages
         self.sent = max(self.sent, self.psn)
-        ctx.env.counters.tx_messages += posted.messages
-        ctx.env.counters.tx_bytes += posted.length_bytes
+        counters = self.ctx.env.counters
+        counters.tx_messages += posted.messages
+        counters.tx_bytes += posted.length_bytes
         self._arm_timer()
         return posted.length_bytes
 
@@ -233,9 +278,9 @@ class Sending:
             flags |= wire.ACK_REQUEST
         return self._chunk, flags
 
-    def _emitted(self, wqe: Wqe, next_psn: int, length: int) -> None:
+    def _emitted(self, wqe: Wqe, next_psn: int, length: int, messages: int = 1) -> None:
         counters, queue = self.ctx.env.counters, self.queue
-        counters.tx_messages += 1
+        counters.tx_messages += messages
         counters.tx_bytes += length
         wqe.flying += length
         queue.flying += length

@@ -9,16 +9,18 @@ fit, as a cable that was pulled, so that queue pairs run into their own timeouts
 import contextlib
 import mmap
 import socket
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from pvrdma_server.backend_soft.fast_writes import Posted, WritePosting
+from pvrdma_server.backend_soft.fast_path import Chunks, Posted, WritePosting
 from pvrdma_server.backend_soft.native import LINGER_PAYS, Linger, Lingered, make_linger
 from pvrdma_server.backend_soft.shm_ring import RingFault, RingReader, RingWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pvrdma_server.backend_soft.shm_port import ShmPort
+
+T = TypeVar("T", WritePosting, Chunks)
 
 # Bells heard per look: stops a peer that rings without end from keeping us at its socket.
 _MAX_BELLS: Final = 64
@@ -117,26 +119,38 @@ class ShmLink:
         except RingFault as fault:
             self._port.fault(self, str(fault))
             return True
-        if writer.reader_sleeps():
-            self.ring_bell()
-        if not self.busy:
-            # An answer will come soon.
-            self._port.look_at(self)
+        self._sent()
         return True
 
     def send_writes(self, what: WritePosting) -> Posted | None:
         """See `Carrier`."""
         writer = self.writer
-        if writer is None or self.broken is not None:
+        return self._post(writer.put_writes_untrusted, what) if writer else None
+
+    def send_chunks(self, what: Chunks) -> Posted | None:
+        """See `Carrier`."""
+        writer = self.writer
+        return self._post(writer.put_chunks_untrusted, what) if writer else None
+
+    def _post(self, put: "Callable[[T], Posted | None]", what: "T") -> Posted | None:
+        if self.broken is not None:
             return None
         try:
-            posted = writer.put_writes_untrusted(what)
+            posted = put(what)
         except RingFault as fault:
             self._port.fault(self, str(fault))
             return None
-        if posted is not None and writer.reader_sleeps():
-            self.ring_bell()
+        if posted is not None:
+            self._sent()
         return posted
+
+    def _sent(self) -> None:
+        assert self.writer is not None
+        if self.writer.reader_sleeps():
+            self.ring_bell()
+        if not self.busy:
+            # An answer will come soon.
+            self._port.look_at(self)
 
     def _no_room(self) -> bool:
         if self.dropping or self.broken is not None:
@@ -188,7 +202,8 @@ class ShmLink:
                 messages,
                 lambda header, payload: endpoint.receive(self, header, payload),
                 self.ring_bell,
-                endpoint,
+                lambda qpn, kind: endpoint.offer(self, qpn, kind),
+                endpoint.landed,
             )
         except RingFault as fault:
             self._port.fault(self, str(fault))

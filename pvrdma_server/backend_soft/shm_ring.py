@@ -20,11 +20,25 @@ fence stands between the two, on both sides, so no wake-up is lost.
 
 from collections.abc import Callable, Sequence
 from struct import Struct
-from typing import Final, Protocol
+from typing import Final
 
-from pvrdma_server.backend_soft.fast_writes import Landing, Posted, Posting, WritePosting, WriteRun
+from pvrdma_server.backend_soft.fast_path import (
+    Chunks,
+    Landed,
+    Landing,
+    Posted,
+    Posting,
+    Run,
+    WritePosting,
+)
 from pvrdma_server.backend_soft.native import extension, full_fence, order_fence
-from pvrdma_server.backend_soft.wire import HEADER_BYTES, MAX_CHUNK_BYTES, WRITE
+from pvrdma_server.backend_soft.wire import (
+    ACK,
+    HEADER_BYTES,
+    MAX_CHUNK_BYTES,
+    READ_RESPONSE,
+    WRITE,
+)
 from pvrdma_server.errors import GuestError
 
 CONTROL_BYTES: Final = 4096
@@ -42,19 +56,23 @@ _ALIGN: Final = 63
 _HEAD, _WANTS, _GIDS, _TAIL, _ASLEEP = 0, 16, 32, 48, 64
 _length_in = Struct("<I").unpack_from
 _LENGTH_AT: Final = 16
-
-
-class Shortcut(Protocol):
-    """See `carrier.Endpoint`."""
-
-    def more_writes(self) -> WriteRun | None:
-        """What may follow the message that was received last."""
-
-    def landed(self, run: WriteRun, messages: int, length_bytes: int) -> None:
-        """So many came of it."""
+_qpn_in = _length_in
+_QPN_AT: Final = 4
+_PSN_AT: Final = 12
 
 
 Receive = Callable[[bytes, Sequence[memoryview]], None]
+Offer = Callable[[int, int], Run | None]
+TellLanded = Callable[[Run, Landed], None]
+_LANDS: Final = (WRITE, READ_RESPONSE)
+
+
+def _no_offer(_qpn: int, _kind: int) -> None:
+    """There is no short cut."""
+
+
+def _none_landed(_run: Run, _landed: Landed) -> None:
+    """None went that way."""
 
 
 class RingFault(GuestError):
@@ -128,7 +146,7 @@ class RingWriter:
         return True
 
     def put_writes_untrusted(self, what: WritePosting) -> Posted | None:
-        """The short cut of `fast_writes`; None where there is none, or nothing was put.
+        """The short cut of `fast_path`; None where there is none, or nothing was put.
 
         Raises:
             RingFault: the consumer's index is impossible.
@@ -136,6 +154,15 @@ class RingWriter:
         if self._posting is None:
             return None
         posted = self._posting.put_untrusted(what, self.head, self.look_untrusted())
+        self.head = posted.head
+        self.messages += posted.messages
+        return posted if posted.messages else None
+
+    def put_chunks_untrusted(self, what: Chunks) -> Posted | None:
+        """As `put_writes_untrusted`."""
+        if self._posting is None:
+            return None
+        posted = self._posting.put_chunks(what, self.head, self.look_untrusted())
         self.head = posted.head
         self.messages += posted.messages
         return posted if posted.messages else None
@@ -224,9 +251,12 @@ class RingReader:
         limit: int,
         receive: Receive,
         producer_waits: Callable[[], None],
-        endpoint: Shortcut | None = None,
+        offer: Offer = _no_offer,
+        landed: TellLanded = _none_landed,
     ) -> int:
-        """Hand up to `limit` messages to `receive`; how many it were. What `endpoint` takes in one go counts as one.
+        """Hand up to `limit` messages to `receive`; how many it were. What is landed in one go counts as one.
+
+        `offer` and `landed` are the endpoint's (see `carrier`).
 
         `producer_waits` is called when the producer wants to know that there is room.
 
@@ -234,25 +264,16 @@ class RingReader:
             RingFault: an index or a length is impossible.
         """
         count = 0
-        capacity, mask, data = self._capacity, self._mask, self._data
+        mask, data, landing = self._mask, self._data, self._landing
         while count < limit and (self.tail != self._head or self._look_untrusted()):
             at = self.tail & mask
-            header = bytes(data[at : at + HEADER_BYTES])
-            length: int = _length_in(header, _LENGTH_AT)[0]
-            size = HEADER_BYTES + (length + _ALIGN & ~_ALIGN)
-            if length > MAX_CHUNK_BYTES or size > self._head - self.tail:
-                raise RingFault(f"a message of {length} bytes, {self._head - self.tail} are there")
-            body = at + HEADER_BYTES
-            payload: Sequence[memoryview]
-            if body + length <= capacity:
-                payload = (data[body : body + length],) if length else ()
-            else:
-                payload = self._around(body, length)
-            receive(header, payload)
-            self.tail += size
+            if (
+                landing is None
+                or data[at] not in _LANDS
+                or not self._land(landing, at, offer, landed)
+            ):
+                self._take_one_untrusted(at, receive)
             count += 1
-            if header[0] == WRITE and endpoint is not None and self._landing is not None:
-                self._land_untrusted(endpoint, self._landing)
             if self.tail - self._told >= _TELL_BYTES and self._tell():
                 producer_waits()
         self.messages += count
@@ -260,18 +281,37 @@ class RingReader:
             producer_waits()
         return count
 
-    def _land_untrusted(self, endpoint: Shortcut, landing: Landing) -> None:
-        # Only where another WRITE is there: to ask costs as much as a message.
-        if self.tail == self._head and not self._look_untrusted():
-            return
-        if self._data[self.tail & self._mask] != WRITE:
-            return
-        run = endpoint.more_writes()
-        if run is not None:
-            messages, length, self.tail = landing.take_untrusted(run, self.tail, self._head)
-            if messages:
-                self.messages += messages
-                endpoint.landed(run, messages, length)
+    def _take_one_untrusted(self, at: int, receive: Receive) -> None:
+        data = self._data
+        header = bytes(data[at : at + HEADER_BYTES])
+        length: int = _length_in(header, _LENGTH_AT)[0]
+        size = HEADER_BYTES + (length + _ALIGN & ~_ALIGN)
+        if length > MAX_CHUNK_BYTES or size > self._head - self.tail:
+            raise RingFault(f"a message of {length} bytes, {self._head - self.tail} are there")
+        if header[0] != ACK or not self._superseded(header, self.tail + size):
+            body = at + HEADER_BYTES
+            payload: Sequence[memoryview]
+            if body + length <= self._capacity:
+                payload = (data[body : body + length],) if length else ()
+            else:
+                payload = self._around(body, length)
+            receive(header, payload)
+        self.tail += size
+
+    def _superseded(self, header: bytes, next_tail: int) -> bool:
+        # Whether an ACK is followed by another for the same queue pair, which says all that it says.
+        at = next_tail & self._mask
+        return next_tail != self._head and self._data[at : at + _PSN_AT] == header[:_PSN_AT]
+
+    def _land(self, landing: Landing, at: int, offer: Offer, tell: TellLanded) -> bool:
+        run = offer(_qpn_in(self._data, at + _QPN_AT)[0], self._data[at])
+        if run is None:
+            return False
+        landed = landing.take_untrusted(run, self.tail, self._head)
+        self.tail = landed.tail
+        self.messages += max(0, landed.messages - 1)  # our caller counts one
+        tell(run, landed)
+        return landed.messages > 0
 
     def _around(self, body: int, length: int) -> Sequence[memoryview]:
         if body == self._capacity:

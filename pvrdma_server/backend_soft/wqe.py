@@ -10,7 +10,7 @@ from collections import deque
 from pvrdma_server.abi.vmw_pvrdma_abi import Sge
 from pvrdma_server.backend import Rdma, SendWr
 from pvrdma_server.backend_soft.codes import OP_WRITE, SIGNALED
-from pvrdma_server.backend_soft.fast_writes import SENT, Posted
+from pvrdma_server.backend_soft.fast_path import SENT, Posted
 from pvrdma_server.backend_soft.wire import NO_IMM, WRITE
 
 
@@ -137,6 +137,12 @@ class SendQueue:
             self.unacked.popleft()
             self.more += 1
         return signalled
+
+    @property
+    def first(self) -> Wqe | None:
+        """The oldest request, if it was sent whole and by itself."""
+        first = self.unacked[0] if self.unacked else None
+        return first if type(first) is Wqe else None
 
     def head(self) -> Wqe | None:
         """The oldest request."""

@@ -17,7 +17,7 @@ from shm_bench import is_ready, shm_bench
 
 from pvrdma_server.backend_soft import shm_fabric
 from pvrdma_server.backend_soft.carrier import Carrier
-from pvrdma_server.backend_soft.fast_writes import WriteRun
+from pvrdma_server.backend_soft.fast_path import Landed, Run
 from pvrdma_server.backend_soft.shm_fabric import MAX_GREETINGS, ShmFabric
 from pvrdma_server.backend_soft.shm_hello import Hello, pack_hello
 from pvrdma_server.backend_soft.shm_memory import make_ring_memory
@@ -51,10 +51,10 @@ class End:
     def receive(self, peer: Carrier, header: bytes, payload: Sequence[memoryview]) -> None:
         self.got.append((peer, header, b"".join(payload)))
 
-    def more_writes(self) -> WriteRun | None:
+    def offer(self, peer: Carrier, qpn: int, kind: int) -> Run | None:
         return None
 
-    def landed(self, run: WriteRun, messages: int, length_bytes: int) -> None:
+    def landed(self, run: Run, landed: Landed) -> None:
         raise AssertionError("none were offered")
 
     def room(self, carrier: Carrier) -> None:

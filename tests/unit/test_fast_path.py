@@ -1,4 +1,4 @@
-"""The short cut for WRITEs of one message each: two machines, real rings; the same with it and without it."""
+"""The short cut for WRITEs and the data of READs: two machines, real rings; the same with it and without it."""
 
 import random
 import tempfile
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from guest import (
+    ALL_ACCESS,
     PAGE,
     SIGNALED,
     CommandFailed,
@@ -14,6 +15,8 @@ from guest import (
     GuestRam,
     Kernel,
     Machine,
+    Mr,
+    PageDir,
     Qp,
     UserProcess,
     World,
@@ -23,20 +26,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shm_bench import shm_pair
 
+from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi.vmw_pvrdma_abi import Cqe, WcStatus
 from pvrdma_server.backend import SendEntries
 from pvrdma_server.backend_soft import native, shm_ring
 from pvrdma_server.backend_soft.codes import REMOTE_WRITE
-from pvrdma_server.backend_soft.fast_writes import (
-    MAX_BYTES,
+from pvrdma_server.backend_soft.fast_path import (
+    MAX_LANDED,
     MAX_MESSAGES,
     SENT,
     Landed,
     Landing,
     Piece,
     Posted,
+    Run,
     WritePosting,
-    WriteRun,
 )
 from pvrdma_server.backend_soft.shm_ring import RESERVE_BYTES, RingReader, RingWriter
 from pvrdma_server.backend_soft.wire import (
@@ -46,6 +50,7 @@ from pvrdma_server.backend_soft.wire import (
     HEADER_BYTES,
     LAST,
     MAX_CHUNK_BYTES,
+    READ_RESPONSE,
     SOLICITED,
     WITH_IMM,
     WRITE,
@@ -59,6 +64,21 @@ SIZE = 1 << 20
 DEPTH = 512
 
 
+def _in_a_row(process: UserProcess, length: int) -> Mr:
+    """A region whose pages are."""
+    first = process.driver.ram.alloc_contiguous(length // PAGE)
+    pages = PageDir(process.driver.ram, [first + PAGE * n for n in range(length // PAGE)])
+    start = process.take_va(length // PAGE)
+    answer = process.pd.create_mr(
+        api.CmdCreateMr(
+            start, length, pages.dir_dma, process.pd.handle, ALL_ACCESS, 0, length // PAGE
+        )
+    )
+    mr = Mr(pages, start, length, answer.lkey, answer.rkey)
+    mr.handle = answer.mr_handle
+    return mr
+
+
 @dataclass
 class Two:
     """Two processes on two machines whose servers share a fabric, and one connected queue pair in each."""
@@ -66,6 +86,7 @@ class Two:
     folder: str
     sq_sig_all: bool = False
     short_cut: bool = True
+    in_a_row: bool = False
 
     def __post_init__(self) -> None:
         world = World()
@@ -79,7 +100,8 @@ class Two:
             self.processes.append(UserProcess(driver))
         self.a, self.b = (self._qp(process) for process in self.processes)
         connect(self.a, self.b, *self.gids)
-        self.source, self.target = (process.mr(SIZE) for process in self.processes)
+        make = _in_a_row if self.in_a_row else UserProcess.mr
+        self.source, self.target = (make(process, SIZE) for process in self.processes)
         self.source.write(random.Random(7).randbytes(SIZE))
 
     def _qp(self, process: UserProcess) -> Qp:
@@ -98,6 +120,15 @@ class Two:
         finally:
             self.a.ring_send = ring  # type: ignore[method-assign]
 
+    def read(self, at: int, length: int, wr_id: int, into: int = -1) -> None:
+        """Likewise, in the same place unless told otherwise."""
+        self.a.ring_send, ring = lambda: None, self.a.ring_send  # type: ignore[method-assign]
+        try:
+            local = self.source.sge(at if into < 0 else into, length)
+            self.a.read(local, frm=self.target.remote(at), wr_id=wr_id)
+        finally:
+            self.a.ring_send = ring  # type: ignore[method-assign]
+
     def go(self) -> list[Cqe]:
         """Ring, and let everything happen that can."""
         self.a.ring_send()
@@ -106,14 +137,18 @@ class Two:
         return self.a.send_cq.poll()
 
 
-@pytest.fixture(params=[True, False], ids=["short cut", "one by one"])
+@pytest.fixture(
+    params=[(True, False), (True, True), (False, False)],
+    ids=["short cut", "memory in a row", "one by one"],
+)
 def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
-    if request.param and native.extension is None:
+    short_cut, in_a_row = request.param
+    if short_cut and native.extension is None:
         pytest.skip("the extension is not built")
-    if not request.param:
+    if not short_cut:
         monkeypatch.setattr(shm_ring, "extension", None)
     with tempfile.TemporaryDirectory(prefix="pvrdma-fabric-") as folder:
-        made = Two(folder, short_cut=request.param)
+        made = Two(folder, short_cut=short_cut, in_a_row=in_a_row)
         yield made
         made.close()
 
@@ -143,6 +178,48 @@ def test_long_ones(two: Two, length: int) -> None:
         two.write(number * length, length, number)
     assert ids(two.go()) == list(range(count))
     assert two.target.read(0, count * length) == two.source.read(0, count * length)
+
+
+@pytest.mark.parametrize("length", [MAX_CHUNK_BYTES + 1, 3 * MAX_CHUNK_BYTES, SIZE - 1, SIZE])
+def test_those_of_many_messages(two: Two, length: int) -> None:
+    for number in range(5):
+        two.write(SIZE - length, length, number)
+    assert ids(two.go()) == list(range(5))
+    assert two.target.read(SIZE - length, length) == two.source.read(SIZE - length, length)
+    assert not any(two.target.read(0, SIZE - length))
+    no_trouble(two)
+
+
+@pytest.mark.parametrize("length", [1, PAGE, MAX_CHUNK_BYTES, MAX_CHUNK_BYTES + 1, SIZE])
+def test_reads(two: Two, length: int) -> None:
+    two.target.write(random.Random(8).randbytes(SIZE))
+    two.source.write(bytes(SIZE))
+    for number in range(9):
+        two.read(SIZE - length, length, number)
+    assert ids(two.go()) == list(range(9))
+    assert two.source.read(SIZE - length, length) == two.target.read(SIZE - length, length)
+    assert not any(two.source.read(0, SIZE - length))
+    no_trouble(two)
+
+
+def test_writes_and_reads_by_turns(two: Two) -> None:
+    half = SIZE // 2
+    model = two.source.read(0, half)
+    for number in range(0, 60, 2):
+        two.write(0, half - 17 * number, number)
+        two.read(0, half - 17 * number, number + 1, into=half)
+    assert ids(two.go()) == list(range(60))
+    assert two.target.read(0, half) == model
+    assert two.source.read(half, half) == model
+    no_trouble(two)
+
+
+def no_trouble(two: Two) -> None:
+    """Nothing was sent twice, refused or out of order: the rings lose nothing."""
+    for backend in two.backends:
+        counters = backend.counters
+        assert (counters.retries, counters.out_of_sequence, counters.naks) == (0, 0, 0)
+        assert (counters.duplicate, counters.stale_response, counters.bad_message) == (0, 0, 0)
 
 
 def test_only_those_that_asked_for_it_complete(two: Two) -> None:
@@ -244,14 +321,17 @@ class Stranger:
     def send(self, header: bytes, payload: object) -> bool:
         raise AssertionError("nobody answers a stranger")
 
-    send_writes = send
+    send_writes = send_chunks = send
 
 
 def test_nobody_else_is_let_in(two: Two) -> None:
     two.write(0, 8, 1)
     two.go()
     backend, stranger = two.backends[1], Stranger()
-    assert backend.more_writes() is not None
+    backend_peer = backend._env.port.route(two.gids[0])
+    assert backend_peer is not None
+    assert backend.offer(backend_peer, two.b.qpn, WRITE) is not None
+    assert backend.offer(backend_peer, two.b.qpn + 1, WRITE) is None
     # PSNs that were, that is expected, and that are not.
     for psn in range(0x1233, 0x1238):
         header = message(
@@ -259,7 +339,7 @@ def test_nobody_else_is_let_in(two: Two) -> None:
             remote_addr=two.target.addr,
         )  # fmt: skip
         backend.receive(stranger, header, [memoryview(bytes(8))])  # type: ignore[arg-type]
-        assert backend.more_writes() is None
+        assert backend.offer(stranger, two.b.qpn, WRITE) is None  # type: ignore[arg-type]
     assert backend.counters.wrong_peer == 5
     assert two.target.read(0, 8) == two.source.read(0, 8)
 
@@ -343,7 +423,7 @@ def test_the_short_cut_is_taken(two: Two, monkeypatch: pytest.MonkeyPatch) -> No
     landed: list[int] = []
     take = Landing.take_untrusted
 
-    def spy(self: Landing, run: WriteRun, tail: int, head: int) -> Landed:
+    def spy(self: Landing, run: Run, tail: int, head: int) -> Landed:
         found = take(self, run, tail, head)
         landed.append(found.messages)
         return found
@@ -357,7 +437,7 @@ def test_the_short_cut_is_taken(two: Two, monkeypatch: pytest.MonkeyPatch) -> No
 
 # --- the consumer's end, and whatever a hostile producer writes -------------------------------
 
-CAPACITY = 1 << 20
+CAPACITY = 2 << 20
 RUN = {"dst_qpn": 7, "src_qpn": 9, "psn": 0xFF_FFF0, "rkey": 0x1234}
 BASE, LENGTH = 0x10_0000, 50_000
 
@@ -371,7 +451,7 @@ def message(payload_length: int, **changes: int) -> bytes:
     return pack_rc(
         values["kind"], values["flags"], values["code"], values["version"], values["dst_qpn"],
         values["src_qpn"], values["psn"], values["length"], values["rkey"], values["remote_addr"],
-        values["total"], bytes(4), 0, 0, 0,
+        values["total"], bytes(4), 0, 0, values.get("offset", 0),
     )  # fmt: skip
 
 
@@ -392,9 +472,14 @@ class Inbox:
         self.head += HEADER_BYTES + (len(payload) + 63 & ~63)
         self.psn += 1
 
-    def take(self) -> tuple[int, int]:
+    def run(self, kind: int = WRITE, **changes: int) -> Landed:
         piece = Piece(BASE, memoryview(self.fenced)[PAGE : PAGE + LENGTH])
-        found = self.landing.take_untrusted(WriteRun(**RUN, piece=piece), self.tail, self.head)
+        values = {"address": 0, "total": 0, "done": 0, **RUN} | changes
+        run = Run(kind=kind, piece=piece, **values)
+        return self.landing.take_untrusted(run, self.tail, self.head)
+
+    def take(self) -> tuple[int, int]:
+        found = self.run()
         assert not any(self.fenced[:PAGE])
         assert not any(self.fenced[PAGE + LENGTH :])
         self.tail = found.tail
@@ -436,7 +521,7 @@ def test_solicited_and_acknowledged_ones_are_like_the_others() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": ACK}, {"kind": 0}, {"flags": FIRST}, {"flags": LAST}, {"flags": FIRST | LAST | WITH_IMM},
+        {"kind": ACK}, {"kind": 0}, {"flags": FIRST}, {"flags": 0}, {"flags": LAST}, {"flags": FIRST | LAST | WITH_IMM},
         {"version": 2}, {"dst_qpn": 8}, {"src_qpn": 7}, {"psn": 1}, {"psn": 0x0100_0000 | 0xFF_FFF1},
         {"rkey": 0x1235}, {"length": 11}, {"length": 0, "total": 0}, {"total": 9}, {"total": 1 << 31},
         {"length": 1 << 31, "total": 1 << 31}, {"length": 0xFFFF_FFFF, "total": 0xFFFF_FFFF},
@@ -456,6 +541,78 @@ def test_what_is_different_is_left_for_the_usual_way(changes: dict[str, int]) ->
     assert inbox.memory == b"good" + bytes(LENGTH - 4)
 
 
+UNDER_WAY = {"address": BASE + 100, "total": 30, "done": 10}
+
+
+@built
+def test_a_write_of_many_messages() -> None:
+    inbox = Inbox()
+    inbox.add(b"a" * 10, flags=FIRST, total=30, remote_addr=BASE + 7)
+    inbox.add(b"b" * 10, flags=ACK_REQUEST, rkey=0, remote_addr=0, total=0)
+    inbox.add(b"c" * 10, flags=LAST)
+    inbox.add(b"d" * 5, flags=FIRST, total=20)
+    found = inbox.run()
+    assert (found.messages, found.length_bytes, found.unanswered) == (4, 35, 1)
+    assert (found.address, found.total, found.done) == (BASE, 20, 5)
+    assert inbox.memory[:37] == b"d" * 5 + b"\0\0" + b"a" * 10 + b"b" * 10 + b"c" * 10
+
+
+@built
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"flags": FIRST}, {"flags": FIRST | LAST}, {"flags": LAST}, {"flags": WITH_IMM}, {"psn": 3},
+        {"length": 21}, {"flags": LAST, "length": 21}, {"kind": READ_RESPONSE}, {"length": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_not_go_on_is_left_for_the_usual_way(changes: dict[str, int]) -> None:
+    inbox = Inbox()
+    inbox.add(b"x" * 10, **({"flags": 0} | changes))
+    found = inbox.run(**UNDER_WAY)
+    assert (found.messages, found.tail) == (0, inbox.tail)
+    assert (found.address, found.total, found.done) == tuple(UNDER_WAY.values())
+    assert not any(inbox.memory)
+
+
+@built
+@pytest.mark.parametrize("total", [LENGTH + 1, 1 << 30, (1 << 30) + 1, 0xFFFF_FFFF])
+def test_a_write_that_would_leave_the_piece_does_not_begin(total: int) -> None:
+    inbox = Inbox()
+    inbox.add(b"x" * 10, flags=FIRST, total=total)
+    assert inbox.run().messages == 0
+
+
+@built
+def test_the_data_of_a_read_but_for_its_end() -> None:
+    inbox = Inbox()
+    for number in range(3):
+        flags = LAST if number == 2 else 0
+        data = bytes([number]) * 10
+        inbox.add(data, kind=READ_RESPONSE, flags=flags, psn=5, offset=10 * number, total=30)
+    found = inbox.run(READ_RESPONSE, psn=5, address=BASE + 100, total=30, done=0)
+    assert (found.messages, found.done, found.tail) == (2, 20, inbox.tail + 256)
+    assert inbox.memory[100:130] == bytes(10) + b"\1" * 10 + bytes(10)
+
+
+@built
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": WRITE}, {"flags": LAST}, {"flags": FIRST}, {"psn": 6}, {"offset": 0}, {"offset": 11},
+        {"length": 0}, {"length": 21}, {"length": 20}, {"length": 0xFFFF_FFFF}, {"src_qpn": 1},
+        {"dst_qpn": 1}, {"version": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_data_that_nobody_asked_for_is_left_for_the_usual_way(changes: dict[str, int]) -> None:
+    inbox = Inbox()
+    inbox.add(b"x" * 10, **({"kind": READ_RESPONSE, "flags": 0, "psn": 5, "offset": 10} | changes))
+    found = inbox.run(READ_RESPONSE, psn=5, **UNDER_WAY)
+    assert (found.messages, found.done) == (0, 10)
+    assert not any(inbox.memory)
+
+
 @built
 def test_a_message_that_is_not_all_there_is_left() -> None:
     inbox = Inbox()
@@ -473,9 +630,9 @@ def test_one_call_is_bounded() -> None:
         inbox.add(b"x")
     assert inbox.take()[0] == MAX_MESSAGES
     inbox = Inbox()
-    for _ in range(20):
+    for _ in range(30):
         inbox.add(bytes(40_000))
-    assert MAX_BYTES <= inbox.take()[1] < MAX_BYTES + 40_000
+    assert MAX_LANDED <= inbox.take()[1] < MAX_LANDED + 40_000
 
 
 @built
