@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vfu_bus import VfuBus
 
 from pvrdma_server.ctl import main as ctl
+from pvrdma_server.errors import ConfigError
 from pvrdma_server.status import ask
 
 ROOT = Path(__file__).parents[2]
@@ -114,18 +115,18 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Service]]:
         service.close()
 
 
-def guest_on(path: str) -> tuple[VfuBus, Qp]:
+def guest_on(path: str) -> VfuBus:
     """A guest with a GID and a queue pair connected to itself, which has sent something."""
     bus = VfuBus(path, GuestRam(24 << 20, memfd=True), timeout_s=_LONG_S)
     kernel = Kernel(bus.boot())
     kernel.add_gid(GID)
-    ends = [Qp(kernel), Qp(kernel)]
-    connect(*ends, GID, GID)
+    left, right = Qp(kernel), Qp(kernel)
+    connect(left, right, GID, GID)
     memory = kernel.pd.reg_mr(8192)
-    ends[1].post_recv(memory.sge(4096), wr_id=1)
-    ends[0].send(memory.sge(0, 100), wr_id=2)
-    ends[1].recv_cq.wait_one()
-    return bus, ends[0]
+    right.post_recv(memory.sge(4096), wr_id=1)
+    left.send(memory.sge(0, 100), wr_id=2)
+    right.recv_cq.wait_one()
+    return bus
 
 
 def run_ctl(*words: str) -> str:
@@ -155,8 +156,7 @@ def test_status_top_and_metrics_of_a_guest(make: Callable[..., Service]) -> None
     service = make(f'metrics-listen = "127.0.0.1:{port}"')
     service.start()
     service.hears("READY=1")
-    bus, _ = guest_on(service.socket)
-    with bus:
+    with guest_on(service.socket) as bus:
         objects = ask(service.control, "objects")
         assert [qp["state"] for qp in objects["qps"]] == ["RTS", "RTS"]
         assert [(qp["sends"], qp["receives"]) for qp in objects["qps"]] == [(1, 0), (0, 1)]
@@ -190,11 +190,12 @@ def test_requests_with_nonsense_are_refused(make: Callable[..., Service]) -> Non
     for words in (["log-level", service.control, "loud"], ["status", service.control, "--limit", "0"],
                   ["top", service.control, "--interval", "0"], ["status", f"{service.control}x"]):  # fmt: skip
         assert CliRunner().invoke(ctl, words).exit_code != 0
-    for level in (None, 3, [], "loud"):
-        with pytest.raises(Exception, match='"level" must be one of'):
+    levels: list[Any] = [None, 3, [], "loud"]
+    for level in levels:
+        with pytest.raises(ConfigError, match='"level" must be one of'):
             ask(service.control, "log-level", level=level)
     for limit in (None, True, 0, "9", 1 << 40):
-        with pytest.raises(Exception, match='"limit" must be a number'):
+        with pytest.raises(ConfigError, match='"limit" must be a number'):
             ask(service.control, "objects", limit=limit)
     assert ask(service.control, "objects", limit=1)["qps"] == []
     assert service.end() == 0
