@@ -120,7 +120,8 @@ class Umad:
         self._ibdev, self._port = ibdev, port
         self._kernel = kernel or LinuxKernel()
         self._sys, self._dev = sys_path, dev_path
-        self._gids = GidTable(sys_path / "class/infiniband" / ibdev / "ports" / str(port))
+        self._folder = sys_path / "class/infiniband" / ibdev / "ports" / str(port)
+        self._gids = GidTable(self._folder)
 
     def open_receiver(self) -> "UmadReceiver":
         """Take the CM class.
@@ -128,12 +129,18 @@ class Umad:
         Raises:
             UmadError: the device is missing, or the class is somebody else's.
         """
+        # Known beforehand, it is not asked for: the kernel writes a line to its log at each try.
+        if (taken := self._ib_cm()) is not None:
+            raise UmadError(taken)
         fd = self._open()
         try:
             agent = self._register(fd, MgmtClass.CM)
         except OSError as e:
             self._kernel.close(fd)
-            raise UmadError(self._why_not(e)) from e
+            raise UmadError(
+                f"umad of {self.name} does not give us the CM class: {e.strerror};"
+                " is another hub, or rdmacm-mux, at work on this port?"
+            ) from e
         return UmadReceiver(self._kernel, fd, agent, self._gids)
 
     def open_sender(self) -> "UmadSender":
@@ -191,22 +198,20 @@ class Umad:
         answer = self._kernel.ioctl(fd, REGISTER_AGENT, USER_MAD_REG_REQ.pack(request))
         return USER_MAD_REG_REQ.unpack(answer).id
 
-    def _why_not(self, error: OSError) -> str:
-        module = self._sys / "module/ib_cm"
-        if error.errno != errno.EINVAL or not module.is_dir():
-            return (
-                f"umad of {self.name} does not give us the CM class: {error.strerror};"
-                " is another hub, or rdmacm-mux, at work on this port?"
-            )
+    def _ib_cm(self) -> str | None:
+        """What there is to say if the kernel's own connection manager has the port: it has its counters there then."""
+        if not (self._folder / "cm_rx_msgs").exists():
+            return None
         try:
-            users = ", ".join(sorted(os.listdir(module / "holders"))) or "nothing"
+            users = ", ".join(sorted(os.listdir(self._sys / "module/ib_cm/holders"))) or "nothing"
         except OSError:
             users = "unknown modules"
         return (
-            f"the CM class of {self.name} is taken: the host's module ib_cm is loaded (in use by {users})."
+            f"the CM class of {self.name} is taken: the host's module ib_cm has it (in use by {users})."
             " VMs of this hub reach each other, and not the network. Choose: unload ib_cm and what uses it"
-            " (modprobe -r rdma_ucm rdma_cm ib_cm); or give the VMs an RDMA device of their own and start the hub"
-            " on it before ib_cm is loaded, which then leaves that device to us; see docs/mad-relay.md"
+            " (modprobe -r rdma_ucm rdma_cm ib_cm) and, if the host needs it, load it again once the hub runs: it then"
+            " leaves this device to the hub and serves the others; or give the VMs an RDMA device of their own, with"
+            " its hub started before ib_cm is loaded; see docs/mad-relay.md"
         )
 
 

@@ -142,6 +142,7 @@ def sysfs(root: Path, gids: dict[int, tuple[str, str]], *, ib_cm: bool = False) 
         gid, kind = gids.get(index, ("", ""))
         set_gid(root, index, gid, kind)
     if ib_cm:
+        (port / "cm_rx_msgs").mkdir()
         for holder in ("rdma_cm", "ib_srpt"):
             (root / f"module/ib_cm/holders/{holder}").mkdir(parents=True)
 
