@@ -28,6 +28,8 @@ def _find_socket(_: click.Context, __: click.Parameter, value: str) -> str:
 _SOCKET: Final = click.argument("socket", metavar="VM|SOCKET", callback=_find_socket)
 _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
 _BUSIEST: Final = 20
+# More than most guests have, and some ms of the server's time per look.
+_WATCHED_QPS: Final = 4096
 _HOME_AND_CLEAR: Final = "\x1b[H\x1b[J"
 # Not a terminal, so no lines are cut.
 _WIDE: Final = 200
@@ -72,13 +74,13 @@ def main() -> None:
 def status(socket: str, show: tuple[str, ...], limit: int, as_json: bool) -> None:
     """Show the device, its GIDs and objects, and recent guest errors."""
     document = ask(socket, "status")
-    objects = ask(socket, "objects", limit=limit)
+    kinds = KINDS if "all" in show or as_json else tuple(dict.fromkeys(show))
+    objects = ask(socket, "objects", limit=limit, kinds=["gids", *kinds])
     if as_json:
         click.echo(json.dumps({**document, "tables": objects}, indent=2))
         return
     from pvrdma_server.tables import status_view
 
-    kinds = KINDS if "all" in show else tuple(dict.fromkeys(show))
     _console().print(status_view(document, objects, kinds))
 
 
@@ -112,7 +114,7 @@ def top(socket: str, interval: float, count: int | None, as_json: bool) -> None:
 
 
 def _look(socket: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return ask(socket, "status"), ask(socket, "objects", limit=4096)
+    return ask(socket, "status"), ask(socket, "objects", limit=_WATCHED_QPS, kinds=["qps"])
 
 
 @main.command("log-level")

@@ -6,7 +6,7 @@ its `limit`.
 
 import ipaddress
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from itertools import islice
 from typing import Any, Final
@@ -79,26 +79,16 @@ def gid_rows(gids: Mapping[int, Gid], host: Mapping[int, HostGidFacts]) -> list[
     ]
 
 
-def object_facts(device: PvrdmaDevice, limit: int) -> dict[str, Any]:
-    """Every object, at most `limit` of a kind; "left_out" counts the others."""
-    resources = device.resources
-    return {
-        "contexts": [_context(ctx) for ctx in _first(resources.contexts, limit)],
-        "pds": [_pd(pd) for pd in _first(resources.pds, limit)],
-        "mrs": [_mr(mr) for mr in _first(resources.mrs, limit)],
-        "cqs": [_cq(cq) for cq in _first(resources.cqs, limit)],
-        "srqs": [_srq(srq) for srq in _first(resources.srqs, limit)],
-        "qps": [_qp(qp) for qp in _first(resources.qps, limit)],
-        "left_out": {
-            kind: count - limit
-            for kind, count in resources.counts().items()
-            if kind != "gids" and count > limit
-        },
-    }
-
-
-def _first(objects: Iterable[Any], limit: int) -> Iterable[Any]:
-    return islice(objects, limit)
+def object_facts(device: PvrdmaDevice, limit: int, kinds: Iterable[str]) -> dict[str, Any]:
+    """The objects of the kinds named (of OBJECT_KINDS), at most `limit` of each; "left_out" counts the others."""
+    facts: dict[str, Any] = {}
+    left_out = {}
+    for kind in kinds:
+        table = getattr(device.resources, kind)
+        facts[kind] = [_DESCRIBE[kind](item) for item in islice(table, limit)]
+        if len(table) > limit:
+            left_out[kind] = len(table) - limit
+    return {**facts, "left_out": left_out}
 
 
 def _owner(ctx: UserContext | None) -> int | None:
@@ -164,6 +154,17 @@ def _peer(qp: Qp) -> dict[str, Any]:
 def _mtu(code: int) -> int | None:
     # A queue pair's is what the guest wrote.
     return mtu_bytes(code) if code in Mtu._value2member_map_ else None
+
+
+_DESCRIBE: Final[dict[str, Callable[[Any], dict[str, Any]]]] = {
+    "contexts": _context,
+    "pds": _pd,
+    "mrs": _mr,
+    "cqs": _cq,
+    "srqs": _srq,
+    "qps": _qp,
+}
+OBJECT_KINDS: Final = tuple(_DESCRIBE)
 
 
 def _name(numbers: Any, value: int) -> str:

@@ -20,7 +20,14 @@ from pvrdma_server.backend import HostBackend
 from pvrdma_server.backend_soft import ShmFabric, SoftBackend
 from pvrdma_server.caps import DeviceConfig
 from pvrdma_server.device import PvrdmaDevice
-from pvrdma_server.facts import gid_rows, object_facts, plain, port_facts, status_facts
+from pvrdma_server.facts import (
+    OBJECT_KINDS,
+    gid_rows,
+    object_facts,
+    plain,
+    port_facts,
+    status_facts,
+)
 from pvrdma_server.gsi import Gsi
 from pvrdma_server.guest_memory import PAGE_SIZE
 from pvrdma_server.mad_relay import NoRelay
@@ -330,15 +337,19 @@ class Server:
         }
 
     def _objects(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Every object, and the guest's GIDs beside the host's."""
+        """Objects of the kinds asked for, or of all; the guest's GIDs beside the host's."""
         limit = request.get("limit", SHOWN_OBJECTS)
         if type(limit) is not int or not 0 < limit <= MAX_SHOWN_OBJECTS:
             raise RefusedRequest(f'"limit" must be a number from 1 to {MAX_SHOWN_OBJECTS}')
-        gids = self._host.gid_facts() if self._host is not None else {}
-        return {
-            **object_facts(self.device, limit),
-            "gids": gid_rows(self.device.resources.gids, gids),
-        }
+        known = (*OBJECT_KINDS, "gids")
+        kinds = request.get("kinds", known)
+        if not isinstance(kinds, list | tuple) or not all(kind in known for kind in kinds):
+            raise RefusedRequest(f'"kinds" must be an array, of {", ".join(known)}')
+        reply = object_facts(self.device, limit, [kind for kind in kinds if kind != "gids"])
+        if "gids" in kinds:
+            host = self._host.gid_facts() if self._host is not None else {}
+            reply["gids"] = gid_rows(self.device.resources.gids, host)
+        return reply
 
 
 def _log_level(request: dict[str, Any]) -> dict[str, Any]:

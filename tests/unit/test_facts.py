@@ -14,7 +14,14 @@ from unit.vms import Pair, pattern, rc
 from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus
 from pvrdma_server.backend import HostGidFacts
 from pvrdma_server.device import PvrdmaDevice
-from pvrdma_server.facts import gid_rows, gid_text, object_facts, port_facts, status_facts
+from pvrdma_server.facts import (
+    OBJECT_KINDS,
+    gid_rows,
+    gid_text,
+    object_facts,
+    port_facts,
+    status_facts,
+)
 from pvrdma_server.journal import MAX_RECENT_ERRORS
 from pvrdma_server.tables import KINDS, busiest, count_text, duration, rate_view, size, status_view
 
@@ -35,11 +42,11 @@ def test_objects_with_owners_states_peers_and_counts(pair: Pair) -> None:
     ends.a.write(source.sge(), to=target.remote()._replace(rkey=0xBAD), wr_id=3)
     ends.a.send_cq.wait(2)
 
-    facts = object_facts(device_of(pair), 100)
+    facts = object_facts(device_of(pair), 100, OBJECT_KINDS)
     (qp,) = facts["qps"]
     assert (qp["type"], qp["state"], qp["context"]) == ("RC", "ERR", 1)
     assert (qp["sends"], qp["receives"], qp["errors"], qp["srq"]) == (2, 0, 1, None)
-    other = object_facts(pair.b.machine.device, 100)["qps"][0]
+    other = object_facts(pair.b.machine.device, 100, OBJECT_KINDS)["qps"][0]
     assert other["receives"] == 1
     assert other["peer"] == {
         "qpn": qp["qpn"],
@@ -56,7 +63,7 @@ def test_objects_with_owners_states_peers_and_counts(pair: Pair) -> None:
 
 def test_the_kernels_objects_have_no_process(pair: Pair) -> None:
     rc(pair, in_kernel=True)
-    facts = object_facts(device_of(pair), 100)
+    facts = object_facts(device_of(pair), 100, OBJECT_KINDS)
     assert facts["qps"][0]["context"] is None
     assert facts["pds"][0]["context"] is None
 
@@ -65,7 +72,7 @@ def test_an_srq(pair: Pair) -> None:
     process = pair.a.process()
     srq = Srq(process, max_wr=16)
     srq.post_recv(process.pd.reg_mr(PAGE).sge(), wr_id=1)
-    (seen,) = object_facts(device_of(pair), 100)["srqs"]
+    (seen,) = object_facts(device_of(pair), 100, OBJECT_KINDS)["srqs"]
     assert (seen["posted"], seen["failed"], seen["limit"]) == (1, False, 0)
 
 
@@ -73,27 +80,28 @@ def test_as_many_objects_as_asked_for_and_the_others_counted(pair: Pair) -> None
     process = pair.a.process()
     for _ in range(5):
         process.pd.reg_mr(PAGE)
-    facts = object_facts(device_of(pair), 2)
+    facts = object_facts(device_of(pair), 2, OBJECT_KINDS)
     assert len(facts["mrs"]) == 2
     # The kernel has one for all of its memory.
     assert facts["left_out"] == {"mrs": 4}
+    assert object_facts(device_of(pair), 9, ["pds"]).keys() == {"pds", "left_out"}
 
 
 def test_nonsense_in_a_queue_pairs_attributes_is_shown_as_unknown(pair: Pair) -> None:
     ends = rc(pair)
     qp = device_of(pair).resources.qps.get_untrusted(ends.a.handle)
     qp.attr = qp.attr._replace(path_mtu=77, qp_state=9)
-    (seen,) = object_facts(device_of(pair), 10)["qps"]
+    (seen,) = object_facts(device_of(pair), 10, OBJECT_KINDS)["qps"]
     assert (seen["state"], seen["peer"]) == ("9", None)
     qp.attr = qp.attr._replace(qp_state=3)
-    assert object_facts(device_of(pair), 10)["qps"][0]["peer"]["mtu"] is None
+    assert object_facts(device_of(pair), 10, OBJECT_KINDS)["qps"][0]["peer"]["mtu"] is None
 
 
 def test_a_ring_whose_memory_is_gone_is_shown_without_its_fill(bed: Bed) -> None:
     bed.kernel.cq(16)
     device = bed.machine.device
     device.dma_unmap(bed.ram.iova, bed.ram.size)
-    assert object_facts(device, 10)["cqs"][0]["unread"] is None
+    assert object_facts(device, 10, OBJECT_KINDS)["cqs"][0]["unread"] is None
 
 
 def test_recent_errors_are_kept_and_only_so_many(bed: Bed) -> None:
@@ -107,7 +115,9 @@ def test_recent_errors_are_kept_and_only_so_many(bed: Bed) -> None:
 def test_everything_is_json(pair: Pair) -> None:
     rc(pair)
     device = device_of(pair)
-    json.dumps([status_facts(device), object_facts(device, 9), port_facts(device.backend)])
+    json.dumps(
+        [status_facts(device), object_facts(device, 9, OBJECT_KINDS), port_facts(device.backend)]
+    )
     assert port_facts(device.backend) == {"state": "ACTIVE", "mtu": 4096}
 
 
@@ -147,7 +157,10 @@ def drawn(view: Any) -> str:
 
 
 def objects_of(device: PvrdmaDevice, host: dict[int, HostGidFacts] | None = None) -> dict[str, Any]:
-    return {**object_facts(device, 100), "gids": gid_rows(device.resources.gids, host or {})}
+    return {
+        **object_facts(device, 100, OBJECT_KINDS),
+        "gids": gid_rows(device.resources.gids, host or {}),
+    }
 
 
 def test_a_status_is_drawn_with_everything_in_it(pair: Pair) -> None:

@@ -197,7 +197,12 @@ def test_requests_with_nonsense_are_refused(make: Callable[..., Service]) -> Non
     for limit in (None, True, 0, "9", 1 << 40):
         with pytest.raises(ConfigError, match='"limit" must be a number'):
             ask(service.control, "objects", limit=limit)
+    kinds: list[Any] = [None, "qps", [[]], ["qps", "status"], {"qps": 1}]
+    for value in kinds:
+        with pytest.raises(ConfigError, match='"kinds" must be an array'):
+            ask(service.control, "objects", kinds=value)
     assert ask(service.control, "objects", limit=1)["qps"] == []
+    assert ask(service.control, "objects", kinds=["gids"]).keys() == {"gids", "left_out"}
     assert service.end() == 0
 
 
