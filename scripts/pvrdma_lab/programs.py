@@ -47,7 +47,8 @@ def _server_command(command: str, listens: str) -> str:
     )
 
 
-def _listens_on_port(port: int) -> str:
+def listens_on_port(port: int) -> str:
+    """Returns a shell condition: somebody listens on the TCP port."""
     # Local address, any peer, state LISTEN.
     return f"grep -qs ':{port:04X} [0-9A-F:]* 0A ' /proc/net/tcp /proc/net/tcp6"
 
@@ -122,7 +123,7 @@ def pingpong(
     """
     words = f"{program} -c -g {GID_INDEX} -s {size_bytes} -n {iterations} {options}".rstrip()
     commands = (words, f"{words} {server.ip}")
-    outputs = run_pair(words, server, client, commands, _listens_on_port(PORT), timeout_s)
+    outputs = run_pair(words, server, client, commands, listens_on_port(PORT), timeout_s)
     for output in outputs:
         if "invalid data" in output:
             raise client.error(words, f"received other bytes than were sent:\n{output[-2000:]}")
@@ -150,7 +151,7 @@ def perftest(
     size = "" if "_atomic_" in program else f"-s {size_bytes} "
     words = f"{program} -F -x {GID_INDEX} {size}-n {iterations} {options}".rstrip()
     commands = (words, f"{words} {server.ip}")
-    _, output = run_pair(words, server, client, commands, _listens_on_port(PORT), timeout_s)
+    _, output = run_pair(words, server, client, commands, listens_on_port(PORT), timeout_s)
     row = rf"^\s*{size_bytes}\s+{iterations}\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)(?:[ \t]+([\d.]+))?"
     values = _found(words, client, row, output)
     if program.endswith("_lat"):

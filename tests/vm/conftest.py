@@ -1,6 +1,7 @@
-"""Guests for tests: one lab per module, its server's state compared around each test, logs with each failure.
+"""Guests for tests: one lab per module, its servers' state compared around each test, logs with each failure.
 
-Read first: vm/server_state.py. A failed module's logs stay below the cache's run folder; pytest's output names them.
+A module, or a test, says with `vm.pairs.labs` what kinds of lab it wants; without, it gets one guest. Read first:
+vm/pairs.py, vm/server_state.py. A failed module's logs stay below the cache's run folder; pytest's output names them.
 """
 
 import os
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from pvrdma_lab import Guest, Lab
+from pvrdma_lab.programs import pingpong
+from vm.pairs import KINDS, Ends
 from vm.server_state import assert_same, complaints, held
 
 _HERE = Path(__file__).parent
@@ -29,25 +32,34 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    guest = getattr(item, "funcargs", {}).get("guest")
-    if report.failed and isinstance(guest, Guest):
-        report.sections.append(("guest", str(guest.error(report.when, "logs at the failure"))))
+    lab = getattr(item, "funcargs", {}).get("lab")
+    if report.failed and isinstance(lab, Lab):
+        for guest in lab:
+            logs = str(guest.error(report.when, "logs at the failure"))
+            report.sections.append((f"guest {guest.name}", logs))
     return report
 
 
 @pytest.fixture(scope="module")
 def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
-    """One guest; the parameter, if any, is the server's --doorbells. A module may say SMP and MEMORY_MIB."""
-    doorbells = getattr(request, "param", "mapped")
+    """The lab of a kind (`vm.pairs.labs`). A module may say the SMP of its only guest, and MEMORY_MIB of each."""
+    name = getattr(request, "param", "mapped")
+    kind = KINDS[name]
     module = request.module.__name__.rpartition(".")[2].removeprefix("test_")
     failed_before = request.session.testsfailed
-    # The pid: another clone, or another user, may test at the same time.
-    name = f"{module}-{doorbells[0]}-{os.getpid()}"
-    smp = getattr(request.module, "SMP", 1)
+    # The pid: another clone, or another user, may test at the same time. Short: it is part of sockets' paths.
+    folder = f"{module[:12]}-{name[:2]}-{os.getpid()}"
+    smp = getattr(request.module, "SMP", 1) if kind.guests == 1 else 1
     memory_mib = getattr(request.module, "MEMORY_MIB", 512)
-    arguments = ("--doorbells", doorbells)
-    with Lab(name, guests=1, smp=smp, memory_mib=memory_mib, server_args=arguments) as lab:
-        complaints(lab["a"])
+    arguments = ("--doorbells", kind.doorbells)
+    with Lab(
+        folder, guests=kind.guests, smp=smp, memory_mib=memory_mib, server_args=arguments
+    ) as lab:
+        for guest in lab:
+            complaints(guest)
+        if kind.guests > 1:
+            # Servers meet at the first message; what a link holds is no leak.
+            pingpong(lab["a"], lab["b"], 64, 1)
         yield lab
     if request.session.testsfailed == failed_before:
         shutil.rmtree(lab.folder)
@@ -59,9 +71,17 @@ def guest(lab: Lab) -> Guest:
 
 
 @pytest.fixture
-def settled(guest: Guest) -> Iterator[None]:
-    """After the test the server holds what it held before, and the guest's kernel has not complained."""
-    before = held(guest)
+def ends(lab: Lab) -> Ends:
+    """Where servers and clients run: the lab's first and last guest, which may be one."""
+    *_, last = lab
+    return Ends(lab["a"], last)
+
+
+@pytest.fixture
+def settled(lab: Lab) -> Iterator[None]:
+    """After the test the servers hold what they held before, and no guest's kernel has complained."""
+    before = {guest.name: held(guest) for guest in lab}
     yield
-    assert_same(guest, before)
-    assert complaints(guest) == []
+    for guest in lab:
+        assert_same(guest, before[guest.name])
+        assert complaints(guest) == []

@@ -1,9 +1,11 @@
-"""Pairs of programs in one guest: the server first, the client once the server listens."""
+"""Pairs of programs: the server first, the client once the server listens. Both ends may be one guest."""
 
 import shlex
+from typing import NamedTuple
 
+import pytest
 from pvrdma_lab import Guest
-from pvrdma_lab.programs import run_pair
+from pvrdma_lab.programs import listens_on_port, run_pair
 
 PORT_PERFTEST = 18515
 PORT_UCX = 13337
@@ -11,32 +13,64 @@ PORT_LIBFABRIC = 47592
 CM_LISTENS = "rdma resource show cm_id | grep -q LISTEN"
 
 
-def tcp_listens(port: int) -> str:
-    """A shell condition: somebody listens on the TCP port."""
-    return f"grep -qs ':{port:04X} [0-9A-F:]* 0A ' /proc/net/tcp /proc/net/tcp6"
+class Kind(NamedTuple):
+    """A kind of lab: how many guests, and the servers' --doorbells."""
+
+    guests: int
+    doorbells: str
+
+
+KINDS = {"mapped": Kind(1, "mapped"), "trapped": Kind(1, "trapped"), "two": Kind(2, "mapped")}
+
+
+def labs(*kinds: str) -> pytest.MarkDecorator:
+    """Runs a test, or a module's, in a lab of each kind (of KINDS)."""
+    return pytest.mark.parametrize("lab", kinds, indirect=True, scope="module")
+
+
+class Ends(NamedTuple):
+    """The guests of a server and its client; the same guest twice, or two guests."""
+
+    server: Guest
+    client: Guest
+
+    @property
+    def same(self) -> bool:
+        return self.server is self.client
+
+    @property
+    def ways(self) -> "list[Ends]":
+        """Both directions between two guests; the only one within a guest."""
+        return [self] if self.same else [self, Ends(self.client, self.server)]
 
 
 def pair(
-    guest: Guest, server: str, client: str, listens: str, timeout_s: float = 60.0
+    ends: Ends, server: str, client: str, listens: str, timeout_s: float = 60.0
 ) -> tuple[str, str]:
-    """Runs both in one guest; both must end well. Returns what they printed, the server's first."""
-    return run_pair(client, guest, guest, (server, client), listens, timeout_s)
+    """Runs both; both must end well. Returns what they printed, the server's first."""
+    return run_pair(client, ends.server, ends.client, (server, client), listens, timeout_s)
 
 
-def perftest_pair(guest: Guest, words: str, timeout_s: float = 60.0) -> str:
+def perftest_pair(ends: Ends, words: str, timeout_s: float = 60.0) -> str:
     """Runs a program of perftest; returns what the client printed."""
     words = f"{words} -F -x 1"
-    listens = tcp_listens(PORT_PERFTEST)
-    return pair(guest, words, f"{words} {guest.ip}", listens, timeout_s)[1]
+    listens = listens_on_port(PORT_PERFTEST)
+    return pair(ends, words, f"{words} {ends.server.ip}", listens, timeout_s)[1]
 
 
-def cm_pair(guest: Guest, words: str, client: str = "", timeout_s: float = 60.0) -> str:
+def perftest_cm_pair(ends: Ends, words: str, timeout_s: float = 60.0) -> str:
+    """Runs a program of perftest that connects by rdma_cm; returns what the client printed."""
+    words = f"{words} -F -R"
+    return pair(ends, words, f"{words} {ends.server.ip}", CM_LISTENS, timeout_s)[1]
+
+
+def cm_pair(ends: Ends, words: str, client: str = "", timeout_s: float = 60.0) -> str:
     """Runs a program of librdmacm, the client with -s and the server's address; returns what it printed."""
-    client = f"{client or words} -s {guest.ip}"
-    return pair(guest, words, client, CM_LISTENS, timeout_s)[1]
+    client = f"{client or words} -s {ends.server.ip}"
+    return pair(ends, words, client, CM_LISTENS, timeout_s)[1]
 
 
-def ucx_pair(guest: Guest, transports: str, words: str, timeout_s: float = 90.0) -> str:
+def ucx_pair(ends: Ends, transports: str, words: str, timeout_s: float = 90.0) -> str:
     """Runs ucx_perftest; returns what the client printed.
 
     Debian's is built with MPI, and without a terminal takes itself for an MPI job.
@@ -47,12 +81,13 @@ def ucx_pair(guest: Guest, transports: str, words: str, timeout_s: float = 90.0)
         return f"{settings} script -qec {shlex.quote(command)} /dev/null </dev/null"
 
     server = f"ucx_perftest {words}"
-    client = f"{server} {guest.ip}"
-    listens = tcp_listens(PORT_UCX)
-    return pair(guest, on_terminal(server), on_terminal(client), listens, timeout_s)[1]
+    client = f"{server} {ends.server.ip}"
+    listens = listens_on_port(PORT_UCX)
+    return pair(ends, on_terminal(server), on_terminal(client), listens, timeout_s)[1]
 
 
-def libfabric_pair(guest: Guest, words: str, settings: str = "", timeout_s: float = 60.0) -> str:
+def libfabric_pair(ends: Ends, words: str, settings: str = "", timeout_s: float = 60.0) -> str:
     """Runs fi_pingpong; returns what the client printed."""
     server = f"{settings} fi_pingpong {words}".lstrip()
-    return pair(guest, server, f"{server} {guest.ip}", tcp_listens(PORT_LIBFABRIC), timeout_s)[1]
+    client = f"{server} {ends.server.ip}"
+    return pair(ends, server, client, listens_on_port(PORT_LIBFABRIC), timeout_s)[1]

@@ -72,6 +72,15 @@ def guest_errors(guest: Guest) -> dict[str, int]:
     return errors
 
 
+def assert_no_errors(guest: Guest) -> None:
+    """The server has counted no error of its guest, and lost no event and no message."""
+    now = status(guest)
+    assert now["device"]["guest_errors"] == {}
+    assert now["device"]["events_dropped"] == 0
+    assert now["backend"]["bad_message"] == now["backend"]["wrong_peer"] == 0
+    assert [peer for peer in now["fabric"]["peers"] if peer["lost_messages"]] == []
+
+
 def warnings(guest: Guest) -> list[dict[str, Any]]:
     """The server's log lines that are no mere information."""
     return [event for event in guest.server_events() if event.get("level", "error") != "info"]
