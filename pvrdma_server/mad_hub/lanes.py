@@ -6,6 +6,7 @@ queue, a thread while it sends, and a umad file of its own. Implements `switch.U
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import trio
@@ -102,21 +103,38 @@ class Lanes:
 
     async def _run(self, lane: int, parcels: trio.MemoryReceiveChannel[_Parcel | _Mark]) -> None:
         sender: Sender | None = None
+        unsent: _Parcel | None = None
         try:
             async for parcel in parcels:
                 if isinstance(parcel, _Mark):
                     parcel.call()
                     continue
+                unsent = parcel
                 try:
                     if sender is None:
                         sender = await self._in_thread(self._open_sender)
                     await self._send(sender, parcel)
                 except (UmadError, SendBusy) as e:
                     self._on_failure(lane, parcel.datagram, str(e))
+                unsent = None
         finally:
+            self._give_up(lane, unsent, parcels)
             if sender is not None:
                 with trio.CancelScope(shield=True):
                     await self._in_thread(sender.close)
+
+    def _give_up(
+        self,
+        lane: int,
+        parcel: _Parcel | _Mark | None,
+        parcels: trio.MemoryReceiveChannel[_Parcel | _Mark],
+    ) -> None:
+        """The lane ends; if it does before its client, then with datagrams in it."""
+        with suppress(trio.WouldBlock, trio.EndOfChannel):
+            while True:
+                if isinstance(parcel, _Parcel):
+                    self._on_failure(lane, parcel.datagram, "the device is gone")
+                parcel = parcels.receive_nowait()
 
     async def _send(self, sender: Sender, parcel: _Parcel) -> None:
         for pause_s in BUSY_PAUSES_S:

@@ -166,14 +166,17 @@ class Session:
     async def _talk(
         self, wire: Wire, outbox: QueuedOutbox, client: Client, messages: list[Message]
     ) -> None:
+        it_has_gone = False
         try:
             with outbox.scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write, outbox)
                     self._ended = await self._read(wire, outbox, client, messages)
                     nursery.cancel_scope.cancel()
+            it_has_gone = True
         finally:
-            self._switch.detach(client)
+            # Else it is the hub that stops: the client and its connections live on.
+            self._switch.detach(client, farewells=it_has_gone)
 
     async def _write(self, outbox: QueuedOutbox) -> None:
         # The reader sees the same end, and says how it came.

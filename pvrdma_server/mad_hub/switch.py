@@ -149,17 +149,17 @@ class MadSwitch:
             client.waits = 0
             self._release(client)
 
-    def detach(self, client: Client) -> None:
-        """The client is gone: its GIDs are free, and its peers are told."""
+    def detach(self, client: Client, *, farewells: bool = True) -> None:
+        """The client is gone: its GIDs are free, and its peers are told, if there is anything to tell."""
         if not client.attached:
             return
         client.attached = False
         del self.clients[client.lane]
-        farewells = client.connections.end()
+        ended = client.connections.end()
         gids, client.gids = client.gids, {}
         for gid in gids:
             del self._owners[gid]
-        for datagram in farewells:
+        for datagram in ended if farewells else ():
             if datagram.dgid not in gids:
                 self._farewell(client, gids.get(datagram.sgid), datagram)
         if self.uplink is not None:

@@ -437,6 +437,37 @@ def test_clients_of_a_restarted_hub_register_again(tmp_path: Path) -> None:
     trio.run(main)
 
 
+def test_a_hub_that_stops_ends_nobodys_connections(tmp_path: Path) -> None:
+    async def main() -> None:
+        port = FakePort()
+        with trio.fail_after(PATIENCE_S):
+            async with trio.open_nursery() as nursery:
+                a, b = Client(None), Client(None)  # type: ignore[arg-type]
+                async with running(tmp_path, port) as bed:
+                    for client, gid in ((a, GID_A), (b, GID_B)):
+                        stream = await trio.open_unix_socket(tmp_path / "hub")
+                        assert isinstance(stream, trio.SocketStream)
+                        client.stream = stream
+                        await client.say(Hello("vm"))
+                        await client.next()
+                        await client.register(gid)
+                    for peer in (GID_B, GID_NET):
+                        await a.send(GID_A, peer, req(1, GID_A, peer))
+                    await b.datagram()
+                    await port.outgoing.receive()
+                    assert bed.hub.switch.counters.farewells == 0
+                assert bed.hub.switch.counters.farewells == 0
+                assert bed.hub.switch.clients == {}
+                assert port.outgoing.statistics().current_buffer_used == 0
+                for client in (a, b):
+                    with pytest.raises(EOFError):
+                        await client.next()
+                    await client.stream.aclose()
+                nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
 def test_a_second_hub_does_not_take_the_first_ones_place(tmp_path: Path) -> None:
     async def act(bed: HubBed) -> None:
         other = MadHub(HubConfig(str(tmp_path / "hub")), None)
@@ -634,6 +665,26 @@ def test_a_gid_is_given_up_when_its_farewells_are_out(tmp_path: Path) -> None:
             bed.port.resolved.set()
             assert await a.next() == Ok(GID_A)
             assert bed.port.outgoing.statistics().current_buffer_used == 5
+
+    play(tmp_path, act)
+
+
+def test_what_waits_when_the_device_goes_is_dropped_and_counted(tmp_path: Path) -> None:
+    async def act(bed: HubBed) -> None:
+        bed.port.unresolved.add(GID_NET)
+        bed.port.unreachable.add(GID_NET)
+        async with bed.client("a", GID_A) as a:
+            for number in range(20):
+                await a.send(GID_A, GID_NET, rtu(number + 1, 1))
+            await bed.port.waiting.wait()
+            await bed.until(lambda: bed.hub.switch.counters.to_network == 20)
+            assert bed.port.receiver is not None
+            bed.port.taken = "gone"
+            bed.port.receiver.unplug()
+            await bed.until(lambda: bed.hub.snapshot()["umad"] != "ready")
+            bed.port.resolved.set()
+            await bed.until(lambda: bed.drops() == {"send_failed": 20})
+            assert bed.hub.switch.counters.to_network == 0
 
     play(tmp_path, act)
 
