@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 from pvrdma_server.errors import BadGuestAddress
 
@@ -38,6 +39,16 @@ class DmaRegion:
     writable: bool
 
 
+class MemoryObserver(Protocol):
+    """Who must know at once when guest memory goes and comes."""
+
+    def memory_unmapped(self, iova: int, length: int) -> None:
+        """[iova, iova + length) is being unmapped: use of it has ended when this returns."""
+
+    def memory_mapped(self, iova: int, length: int) -> None:
+        """A region was mapped there, perhaps of other memory than before."""
+
+
 @dataclass(slots=True)
 class GuestMemory:
     """The guest's address space as the client mapped it. Regions never overlap."""
@@ -45,6 +56,11 @@ class GuestMemory:
     _starts: list[int] = field(default_factory=list)
     _regions: list[DmaRegion] = field(default_factory=list)
     _users: "weakref.WeakSet[GuestPages]" = field(default_factory=weakref.WeakSet)
+    _observers: list[MemoryObserver] = field(default_factory=list)
+
+    def observe(self, observer: MemoryObserver) -> None:
+        """Have `observer` told of everything that is mapped and unmapped from now on."""
+        self._observers.append(observer)
 
     def add_region(
         self, iova: int, length: int, view: memoryview | None, *, writable: bool
@@ -69,6 +85,8 @@ class GuestMemory:
         usable = view if not (iova | length) & (PAGE_SIZE - 1) else None
         self._starts.insert(index, iova)
         self._regions.insert(index, DmaRegion(iova, length, usable, writable))
+        for observer in self._observers:
+            observer.memory_mapped(iova, length)
 
     def remove_region(self, iova: int, length: int) -> bool:
         """Unmap the region that starts at `iova`; drop every view into it. False when there is none."""
@@ -78,6 +96,8 @@ class GuestMemory:
         del self._starts[index], self._regions[index]
         for pages in list(self._users):
             pages.forget_views(iova, length)
+        for observer in self._observers:
+            observer.memory_unmapped(iova, length)
         return True
 
     def clear(self) -> None:

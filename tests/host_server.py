@@ -19,7 +19,7 @@ START_S = 120.0
 
 
 class HostServer:
-    """A server process on one host device."""
+    """A server process on one host device. `under` is a command that runs the server as its own words say."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class HostServer:
         netns: str | None = None,
         policy: str = "add",
         more: Sequence[str] = (),
+        under: Sequence[str] = (),
     ) -> None:
         self.gid = v4_gid(address)
         self.address = address
@@ -38,6 +39,7 @@ class HostServer:
         self.netns = netns
         self.policy = policy
         self.more = more
+        self.under = under
         self.socket = str(folder / "vfio.sock")
         self.log = folder / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -46,7 +48,7 @@ class HostServer:
         """Start it and wait for its socket."""
         argv = [] if self.netns is None else ["ip", "netns", "exec", self.netns]
         argv += [
-            sys.executable, "-m", "pvrdma_server", "--socket-path", self.socket, "--backend", "ibv",
+            *self.under, sys.executable, "-m", "pvrdma_server", "--socket-path", self.socket, "--backend", "ibv",
             "--ibdev", self.device, "--gid-policy", self.policy, "--state-dir", str(self.folder),
             "--status-socket", str(self.folder / "status.sock"), *self.more,
         ]  # fmt: skip

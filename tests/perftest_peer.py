@@ -41,8 +41,10 @@ class Keys(NamedTuple):
     @classmethod
     def unpack(cls, text: bytes) -> "Keys":
         _, reads, qpn, psn, rkey, addr, *gid = text.rstrip(b"\0").decode().split(":")[:22]
-        numbers = (int(word, 16) for word in (reads, qpn, psn, rkey, addr))
-        return cls(*numbers, gid=bytes(int(byte, 16) for byte in gid))
+        return cls(
+            int(reads, 16), int(qpn, 16), int(psn, 16), int(rkey, 16), int(addr, 16),
+            bytes(int(byte, 16) for byte in gid),
+        )  # fmt: skip
 
 
 class Conversation:

@@ -20,6 +20,7 @@ from pvrdma_server.backend_ibv.host import (
     HostDevice,
     ah_attr_of_av,
     gid_text,
+    giving_back,
     verb,
 )
 from pvrdma_server.backend_ibv.memory import IbvPd
@@ -148,7 +149,8 @@ class Addresses:
             return found
         if len(self._handles) >= _MAX_HANDLES:
             _, oldest = self._handles.popitem(last=False)
-            oldest.close()
+            with giving_back("ibv_destroy_ah"):
+                oldest.close()
         attr = ah_attr_of_av(ud.av, self.host_index(ud.av.sgid_index), self._device.port)
         with verb("ibv_create_ah", f"nobody answers for {gid_text(ud.av.dgid)}"):
             made = AH(pd.pd, attr=attr)
@@ -158,4 +160,5 @@ class Addresses:
     def close_handles(self, pd: IbvPd | None = None) -> None:
         """Destroy the address handles of one protection domain, or all."""
         for key in [k for k in self._handles if pd is None or k[0] == id(pd)]:
-            self._handles.pop(key).close()
+            with giving_back("ibv_destroy_ah"):
+                self._handles.pop(key).close()

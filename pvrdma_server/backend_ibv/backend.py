@@ -20,13 +20,21 @@ from pvrdma_server.backend import (
     BackendPd,
     BackendQp,
     BackendSrq,
+    HostGidFacts,
     QpInit,
     QpOwner,
     SrqOwner,
     Ud,
 )
 from pvrdma_server.backend_ibv.addresses import Addresses, AddressKeeper
-from pvrdma_server.backend_ibv.host import EVENT, HostDevice, make_limits, make_port_attr, verb
+from pvrdma_server.backend_ibv.host import (
+    EVENT,
+    HostDevice,
+    HostEvent,
+    make_limits,
+    make_port_attr,
+    verb,
+)
 from pvrdma_server.backend_ibv.host_qp import HostQp
 from pvrdma_server.backend_ibv.memory import IbvPd, Registrar
 from pvrdma_server.backend_ibv.qp import IbvQp
@@ -86,11 +94,11 @@ class IbvBackend:
         self.addresses = Addresses(self._device, keeper)
         if self._device.async_fd >= 0:
             self._watch(self._device.async_fd)
-        self._numbers = itertools.count(1)
+        self.number = itertools.count(1).__next__
         self._qps: dict[int, IbvQp] = {}
         self._srqs: set[IbvSrq] = set()
         self._gsi = gsi or Gsi()
-        self._pds: list[IbvPd] = []
+        self._lost = False
         self._log: Any = structlog.get_logger(component="backend_ibv", device=config.device)
         self._troubles: set[tuple[str, int]] = set()
         self._log.info("host_device", port=config.port, on_demand=self._device.on_demand)
@@ -104,10 +112,6 @@ class IbvBackend:
         """See `backend.RdmaBackend`."""
         self._memory = memory
         self.registrar = Registrar(self._device, memory)
-
-    def memory_mapped(self) -> None:
-        """The client has mapped memory: what of it is another file's than before is registered anew."""
-        self.registrar.memory_mapped(self._pds)
 
     def query_port(self) -> PortAttr:
         """See `backend.RdmaBackend`."""
@@ -128,14 +132,9 @@ class IbvBackend:
 
     def create_pd(self, *, privileged: bool) -> BackendPd:
         """See `backend.RdmaBackend`."""
-        pd = self.registrar.create_pd(privileged=privileged)
-        pd.on_destroy = self._forget_pd
-        self._pds.append(pd)
-        return pd
-
-    def _forget_pd(self, pd: IbvPd) -> None:
-        self._pds.remove(pd)
-        self.addresses.close_handles(pd)
+        return self.registrar.create_pd(
+            privileged=privileged, on_destroy=self.addresses.close_handles
+        )
 
     def reg_mr(
         self, pd: BackendPd, *, start: int, length: int, access: int, pages: GuestPages
@@ -162,8 +161,9 @@ class IbvBackend:
         """See `backend.RdmaBackend`."""
         with self._telling():
             srq = IbvSrq(
-                _host_pd(pd), owner, self.registrar, self.number, max_wr=max_wr, max_sge=max_sge
-            )
+                _host_pd(pd), owner, self.registrar, max_wr=max_wr, max_sge=max_sge,
+                number=self.number, trouble=self.host_trouble,
+            )  # fmt: skip
         srq.on_destroy = self._srqs.discard
         self._srqs.add(srq)
         return srq
@@ -184,9 +184,15 @@ class IbvBackend:
 
     def progress(self, budget_bytes: int) -> bool:
         """See `backend.RdmaBackend`."""
+        if self._lost:
+            return False
         more = self._drain()
-        more = self._gsi.progress() or more
-        ready = {fd for fd, _ in self._epoll.poll(0, _MAX_EVENTS)}
+        ready: set[int] = set()
+        for fd, what in self._epoll.poll(0, _MAX_EVENTS):
+            if what & (select.EPOLLERR | select.EPOLLHUP):
+                self._lose_device()
+                return False
+            ready.add(fd)
         if self._device.async_fd in ready:
             self._take_events()
         if self.cqs.settle(ready):
@@ -219,6 +225,11 @@ class IbvBackend:
             if srq.take(number) is not None:
                 return
 
+    @property
+    def under_way(self) -> int:
+        """Sends that the host has and has not completed."""
+        return sum(qp.under_way for qp in self._qps.values())
+
     def next_deadline_ns(self) -> int | None:
         """See `backend.RdmaBackend`. Nothing here has a clock."""
         return None
@@ -237,10 +248,6 @@ class IbvBackend:
         self._device.close()
 
     # --- qp.Surroundings ---------------------------------------------------------------------------------------------
-
-    def number(self) -> int:
-        """See `qp.Surroundings`."""
-        return next(self._numbers)
 
     def host_gid_index(self, index: int) -> int:
         """See `qp.Surroundings`."""
@@ -271,39 +278,68 @@ class IbvBackend:
             self._troubles.add(key)
             self._log.error("host_verb_failed", error=str(error), once=True)
 
+    # --- for people --------------------------------------------------------------------------------------------------
+
+    def gid_facts(self) -> dict[int, HostGidFacts]:
+        """See `backend.HostBackend`."""
+        try:
+            return self.addresses.facts()
+        except BackendError as e:
+            self.host_trouble(e)
+            return {}
+
     # --- events of the host ------------------------------------------------------------------------------------------
 
     def _take_events(self) -> None:
-        while (kind := self._device.next_event()) is not None:
-            self._log.info("host_event", kind=EVENT(kind).name)
-            self._take_event(kind)
+        while not self._lost and (event := self._device.next_event()) is not None:
+            self._log.info("host_event", kind=EVENT(event.kind).name)
+            self._take_event(event)
 
-    def _take_event(self, kind: int) -> None:
-        qps = list(self._qps.values())
-        if kind == EVENT.IBV_EVENT_QP_LAST_WQE_REACHED:
-            for qp in qps:
-                qp.last_wqe()
-        elif kind == EVENT.IBV_EVENT_SQ_DRAINED:
-            for qp in qps:
-                qp.drained()
-        elif kind in _QP_ERRORS:
-            # Requesters that the same error stopped have a completion that says so, and are not meant.
-            self._drain()
-            for qp in qps:
-                qp.fatal(_QP_ERRORS[kind])
-        elif kind in _PORT_EVENTS:
-            self.addresses.forget_indices()
-            self.on_event(_PORT_EVENTS[kind], 1)
+    def _take_event(self, event: HostEvent) -> None:
+        kind = event.kind
+        if kind in _PORT_EVENTS:
+            if event.element in (self.port, 0):
+                self.addresses.forget_indices()
+                self.on_event(_PORT_EVENTS[kind], 1)
         elif kind == EVENT.IBV_EVENT_DEVICE_FATAL:
-            self._log.error(
-                "host_device_lost",
-                why="the host device failed or was removed; restart server and VM device",
-            )
-            self.on_event(int(EqeType.DEVICE_FATAL), 1)
+            self._lose_device()
+        else:
+            # What was completed before the event comes before it.
+            self._drain()
+            named = [
+                qp for qp in self._qps.values() if event.element and qp.address == event.element
+            ]
+            for qp in named or list(self._qps.values()):
+                _tell_qp(qp, kind, named=bool(named))
+
+    def _lose_device(self) -> None:
+        """The host device is gone. What is under way ends, and nothing goes on; objects can still be destroyed."""
+        self._lost = True
+        self._log.error(
+            "host_device_lost",
+            why="the host device failed or was removed: bring it back, restart this server, plug the VM's device anew",
+        )
+        for fd in (self._device.async_fd, *self.cqs.fds):
+            if fd >= 0:
+                self._epoll.unregister(fd)
+        for qp in list(self._qps.values()):
+            qp.device_lost()
+        self.on_event(int(EqeType.DEVICE_FATAL), 1)
 
 
-# Which queue pair, pyverbs does not say; each looks whether it is the one. SRQ limits are the core's own to watch,
-# and COMM_EST shows in the first receive that completes before RTS.
+def _tell_qp(qp: IbvQp, kind: int, *, named: bool) -> None:
+    """An event of this queue pair, or of one that the host does not name: then it looks whether it is the one."""
+    if kind == EVENT.IBV_EVENT_QP_LAST_WQE_REACHED:
+        qp.last_wqe(named=named)
+    elif kind == EVENT.IBV_EVENT_SQ_DRAINED:
+        qp.drained()
+    elif kind == EVENT.IBV_EVENT_COMM_EST and named:
+        qp.established()
+    elif kind in _QP_ERRORS:
+        qp.fatal(_QP_ERRORS[kind], named=named)
+
+
+# SRQ limits are the core's own to watch; COMM_EST also shows in the first receive that completes before RTS.
 _QP_ERRORS: Final = {
     int(EVENT.IBV_EVENT_QP_FATAL): int(EqeType.QP_FATAL),
     int(EVENT.IBV_EVENT_QP_REQ_ERR): int(EqeType.QP_REQ_ERR),

@@ -4,6 +4,7 @@ Contract: `verb` is the one place where a pyverbs exception becomes a `BackendEr
 that leave this module are plain integers, bytes and our own records.
 """
 
+import ctypes
 import errno
 import os
 import resource
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
+import structlog
 from pyverbs import libibverbs_enums as enums
 from pyverbs.addr import GID, AHAttr, GlobalRoute
 from pyverbs.device import Context, get_device_list
@@ -28,6 +30,9 @@ GID_TYPE_ROCE_V2: Final = 2
 # The guest's wire fields have 32 bits, and its driver allocates tables by some of them.
 _MAX_COUNT: Final = 1 << 20
 _DEFAULT_HOP_LIMIT: Final = 64
+_told: Final[set[str]] = set()
+# pyverbs has loaded it already.
+_verbs_library: Final = ctypes.CDLL("libibverbs.so.1")
 
 
 class HostGid(NamedTuple):
@@ -37,6 +42,19 @@ class HostGid(NamedTuple):
     gid: bytes
     gid_type: int
     ifindex: int
+
+
+class HostEvent(NamedTuple):
+    """An asynchronous event. `element` is the address of the host's object or the number of the port; 0: unknown."""
+
+    kind: int
+    element: int
+
+
+class _AsyncEvent(ctypes.Structure):
+    """Source: verbs.h struct ibv_async_event."""
+
+    _fields_ = (("element", ctypes.c_uint64), ("event_type", ctypes.c_int))
 
 
 @contextmanager
@@ -51,6 +69,23 @@ def verb(name: str, advice: str = "") -> Iterator[None]:
         raise BackendError(errno.EINVAL, name, str(e)) from e
     except OSError as e:
         raise BackendError(e.errno or errno.EIO, name, f"{e}{_advice(e.errno or 0, advice)}") from e
+
+
+@contextmanager
+def giving_back(name: str) -> Iterator[None]:
+    """Run a pyverbs call that destroys something. What fails is logged, once a verb: there is nothing to be done.
+
+    A device that is gone fails every one of them.
+    """
+    try:
+        with verb(name):
+            yield
+    except BackendError as e:
+        if name not in _told:
+            _told.add(name)
+            structlog.get_logger(component="backend_ibv").warning(
+                "not_given_back", error=str(e), once=True
+            )
 
 
 def _advice(code: int, advice: str) -> str:
@@ -103,25 +138,35 @@ class HostDevice:
         except PyverbsError as e:
             raise ConfigError(f"RDMA device {name} port {port}: {e}") from e
         self.on_demand = self._has_on_demand_paging()
+        self._context_address = ctypes.c_void_p(getattr(self.context, "context", None))
 
     def close(self) -> None:
         """Close the device and everything of it."""
-        with verb("ibv_close_device"):
+        with giving_back("ibv_close_device"):
             self.context.close()
 
     def port_attr(self) -> Any:
         """The port's attributes, pyverbs' record."""
         return self.context.query_port(self.port)
 
-    def next_event(self) -> int | None:
-        """The type of the next asynchronous event, or None when there is none."""
+    def next_event(self) -> HostEvent | None:
+        """The next asynchronous event, or None when there is none.
+
+        pyverbs' own call does not tell what the event is about; where it tells the address of its context, the
+        library's is called with that.
+        """
+        if self._context_address:
+            event = _AsyncEvent()
+            if _verbs_library.ibv_get_async_event(self._context_address, ctypes.byref(event)):
+                return None
+            _verbs_library.ibv_ack_async_event(ctypes.byref(event))
+            return HostEvent(int(event.event_type), int(event.element))
         try:
-            event = self.context.get_async_event()
+            known = self.context.get_async_event()
         except PyverbsRDMAError:
             return None
-        kind = int(event.event_type)
-        event.ack()
-        return kind
+        known.ack()
+        return HostEvent(int(known.event_type), 0)
 
     def gids(self) -> list[HostGid]:
         """The port's GID table."""

@@ -5,6 +5,7 @@ Contract: see qp.py. `WorkingQp` (work.py) adds sends and receives, `IbvQp` (qp.
 
 import errno
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -12,11 +13,12 @@ from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 
 from pvrdma_server.abi.pvrdma_verbs import QpAttr, QpAttrMask, QpState, QpType
 from pvrdma_server.abi.vmw_pvrdma_abi import Sge
-from pvrdma_server.backend import QpInit, QpOwner, Ud
-from pvrdma_server.backend_ibv.host import ah_attr_of_qp, verb
+from pvrdma_server.backend import BackendLimits, QpInit, QpOwner, Ud
+from pvrdma_server.backend_ibv.host import ah_attr_of_qp, giving_back, verb
 from pvrdma_server.backend_ibv.memory import IbvPd, Registrar
 from pvrdma_server.backend_ibv.queues import CompletionQueues, HostCq
-from pvrdma_server.backend_ibv.requests import ALL_OPCODES, NO_READS
+from pvrdma_server.backend_ibv.receives import Receives
+from pvrdma_server.backend_ibv.requests import CONNECTED, DATAGRAMS, NO_READS
 from pvrdma_server.backend_ibv.srq import IbvSrq
 from pvrdma_server.errors import BackendError
 from pvrdma_server.qp_state import TRANSITIONS
@@ -55,9 +57,11 @@ class Surroundings(Protocol):
     registrar: Registrar
     cqs: CompletionQueues
     port: int
+    limits: BackendLimits
 
-    def number(self) -> int:
-        """A request number, never 0 and never given twice."""
+    @property
+    def number(self) -> Callable[[], int]:
+        """Gives a request number, never 0 and never given twice."""
 
     def host_gid_index(self, index: int) -> int:
         """The host's index of the guest's GID. Raises BackendError."""
@@ -108,12 +112,11 @@ class HostQp:
         self.srq = srq
         self.state = int(QpState.RESET)
         self._peer_qpn = 0
-        self._opcodes = NO_READS
         self._datagram = init.qp_type == QpType.UD
+        self._opcodes = DATAGRAMS if self._datagram else NO_READS
         self._send_room = init.max_send_wr
-        self._recv_room = init.max_recv_wr
+        self._max_message = around.limits.max_msg_size
         self._sent: deque[Sent] = deque()
-        self._received: dict[int, int] = {}
         self._flags = _Flags()
         self._reserved = self._reserve(init)
         try:
@@ -122,6 +125,11 @@ class HostQp:
             self._release()
             raise
         self.qpn = int(self.qp.qp_num)
+        self.address = int(getattr(self.qp, "qp", 0))  # what events call it by
+        self._receives = Receives(
+            pd, self.qp, owner, around.registrar, room=0 if srq else init.max_recv_wr,
+            number=around.number, trouble=around.host_trouble,
+        )  # fmt: skip
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -159,11 +167,9 @@ class HostQp:
     def destroy(self) -> None:
         """See `backend.BackendQp`."""
         self._around.forget_qp(self)
-        try:
-            with verb("ibv_destroy_qp"):
-                self.qp.close()
-        finally:
-            self._release()
+        with giving_back("ibv_destroy_qp"):
+            self.qp.close()
+        self._release()
 
     # --- attributes --------------------------------------------------------------------------------------------------
 
@@ -186,7 +192,8 @@ class HostQp:
         self.state = target
         self._peer_qpn = attr.dest_qp_num
         # rxe lets a read wait for ever where none is allowed; it fails where it is taken.
-        self._opcodes = ALL_OPCODES if attr.max_rd_atomic else NO_READS
+        if not self._datagram:
+            self._opcodes = CONNECTED if attr.max_rd_atomic else NO_READS
         if target == QpState.RESET:
             self._forget_work()
         else:
@@ -210,7 +217,7 @@ class HostQp:
     def _forget_work(self) -> None:
         # Completions of before the reset are stale: their numbers are unknown from here on.
         self._sent.clear()
-        self._received.clear()
+        self._receives.give_up()
         self._flags = _Flags()
 
     def query(self, attr: QpAttr) -> QpAttr:
@@ -221,6 +228,11 @@ class HostQp:
             sq_psn=int(host.sq_psn) & 0xFFFFFF, rq_psn=int(host.rq_psn) & 0xFFFFFF,
             sq_draining=int(host.sq_draining) & 1,
         )  # fmt: skip
+
+    @property
+    def under_way(self) -> int:
+        """Sends that the host has and has not completed."""
+        return len(self._sent)
 
     def host_state(self) -> int:
         """The host's `QpState` of this queue pair."""

@@ -17,6 +17,7 @@ from pvrdma_server.abi.pvrdma_verbs import QpState
 from pvrdma_server.abi.vmw_pvrdma_abi import NetworkHdrType, WcFlags, WcOpcode, WcStatus
 from pvrdma_server.backend import Completion
 from pvrdma_server.backend_ibv.host_qp import Sent
+from pvrdma_server.backend_ibv.receives import Taken
 from pvrdma_server.backend_ibv.work import WorkingQp
 from pvrdma_server.errors import BackendError
 
@@ -36,10 +37,10 @@ class IbvQp(WorkingQp):
     def completed(self, wc: Any) -> None:
         """Take one host completion of this queue pair."""
         number = int(wc.wr_id)
-        if self.srq is not None and (wr_id := self.srq.take(number)) is not None:
-            self._complete_recv(wc, wr_id)
-        elif number in self._received:
-            self._complete_recv(wc, self._received.pop(number))
+        receives = self._receives if self.srq is None else self.srq
+        taken = receives.take(number)
+        if taken is not None:
+            self._complete_recv(wc, taken)
         elif self._sent and self._sent[0].number <= number:
             self._complete_send(wc, number)
 
@@ -69,19 +70,33 @@ class IbvQp(WorkingQp):
             self._flags.stopped = True
         return status
 
-    def _complete_recv(self, wc: Any, wr_id: int) -> None:
+    def _complete_recv(self, wc: Any, taken: Taken) -> None:
         status = int(wc.status)
-        if status:
+        if status or taken.dead:
+            status = self._true_recv_status(taken, status)
             self._noticed_error()
             self._owner.complete_recv(
-                Completion(wr_id, status, int(WcOpcode.RECV), vendor_err=int(wc.vendor_err)),
+                Completion(taken.wr_id, status, int(WcOpcode.RECV), vendor_err=int(wc.vendor_err)),
                 solicited=True,
             )
             return
         if self.state == QpState.RTR:
             self.established()
         # The host does not say whether the sender asked for an event: an event too many is legal.
-        self._owner.complete_recv(self._received_wc(wc, wr_id), solicited=True)
+        self._owner.complete_recv(self._received_wc(wc, taken.wr_id), solicited=True)
+
+    def _true_recv_status(self, taken: Taken, status: int) -> int:
+        if taken.dead and status != _FLUSHED:
+            if not status:
+                self._stop()  # a message without data for it could use it; it was none all the same
+            return taken.dead
+        if status == WcStatus.LOC_QP_OP_ERR and not self._around.registrar.covers(
+            taken.pd, taken.sges, writes=True
+        ):
+            return int(
+                WcStatus.LOC_PROT_ERR
+            )  # soft-RoCE has one status for all that is wrong with a receive
+        return status
 
     def _received_wc(self, wc: Any, wr_id: int) -> Completion:
         host_flags = int(wc.wc_flags)
@@ -124,24 +139,25 @@ class IbvQp(WorkingQp):
             self._flags.comm_est = True
             self._owner.raise_event(int(EqeType.COMM_EST))
 
-    def last_wqe(self) -> None:
-        """The host says so of some queue pair: it is this one if it receives from an SRQ and is in ERR."""
-        if self.srq is not None and not self._flags.last_wqe and self._look_for_error():
+    def last_wqe(self, *, named: bool) -> None:
+        """The host says so of this queue pair, or of some: then it is this if it receives from an SRQ and is in ERR."""
+        if self.srq is not None and not self._flags.last_wqe and (named or self._look_for_error()):
             self._flags.last_wqe = True
             self._owner.raise_event(int(EqeType.QP_LAST_WQE_REACHED))
 
-    def fatal(self, event: int) -> None:
-        """The host reports an error of some queue pair: it is this one if it is in ERR and nobody has said so."""
-        if (
-            not self._flags.fatal
-            and self.state not in (QpState.RESET, QpState.ERR)
-            and self._look_for_error()
-        ):
-            self._flags.fatal = True
-            self._owner.raise_event(event)
+    def fatal(self, event: int, *, named: bool) -> None:
+        """The host reports an error of this queue pair, or of some: then it is one that has gone to ERR unnoticed."""
+        if self._flags.fatal or self.state == QpState.RESET:
+            return
+        if named:
+            self._to_error()
+        elif self.state == QpState.ERR or not self._look_for_error():
+            return
+        self._flags.fatal = True
+        self._owner.raise_event(event)
 
     def drained(self) -> None:
-        """The host says that some queue pair's send queue is drained: it is this one if it is in SQD."""
+        """The host says that a send queue is drained: it is this one's if it is in SQD."""
         if self.state == QpState.SQD:
             self._owner.raise_event(int(EqeType.SQ_DRAINED))
 
@@ -152,3 +168,16 @@ class IbvQp(WorkingQp):
             return False
         self._to_error()
         return True
+
+    def device_lost(self) -> None:
+        """The host device is gone: nothing that it was given will be completed by it."""
+        self._to_error()
+        while self._sent:
+            entry = self._sent.popleft()
+            status = entry.status or _FLUSHED
+            self._owner.complete_send(Completion(entry.wr_id, status, entry.opcode))
+        for wr in self._receives.give_up():
+            self._owner.complete_recv(
+                Completion(wr.wr_id, _FLUSHED, int(WcOpcode.RECV)), solicited=True
+            )
+        self._flush()

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from pyverbs.cq import CQ, CompChannel
 
-from pvrdma_server.backend_ibv.host import HostDevice, verb
+from pvrdma_server.backend_ibv.host import HostDevice, giving_back, verb
 
 # Entries of one host queue, unless a queue pair needs more or the device has less.
 _SIZE: Final = 16384
@@ -45,6 +45,11 @@ class CompletionQueues:
         self._watch = watch
         self._cqs: list[HostCq] = []
         self._by_fd: dict[int, HostCq] = {}
+
+    @property
+    def fds(self) -> list[int]:
+        """What is watched."""
+        return list(self._by_fd)
 
     def reserve(self, entries: int) -> HostCq:
         """A queue with `entries` free entries, which are then taken."""
@@ -103,7 +108,7 @@ class CompletionQueues:
     def close(self) -> None:
         """Give everything back."""
         for cq in self._cqs:
-            with verb("ibv_destroy_cq"):
+            with giving_back("ibv_destroy_cq"):
                 cq.cq.close()
                 cq.channel.close()
         self._cqs.clear()

@@ -1,20 +1,24 @@
-"""Guest work requests as the host's: one conversion, one posting of a batch, and what must be freed afterwards.
+"""Guest work requests as the host's, and their posting.
 
-pyverbs' work requests and elements hold memory that only `close` frees; `post_send` and `post_recv` copy them, so they
-are closed right after.
+pyverbs' objects cost more to make than a request costs to post, so `SendChain` keeps a chain of them that is filled in
+anew for every batch. Requests with more than one element get objects of their own, which hold memory that only `close`
+frees. Posting copies everything.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pyverbs.pyverbs_error import PyverbsRDMAError
 from pyverbs.wr import SGE, RecvWR, SendWR
 
 from pvrdma_server.abi.pvrdma_verbs import SendFlags
 from pvrdma_server.abi.vmw_pvrdma_abi import Sge, WcOpcode, WrOpcode
-from pvrdma_server.backend import Atomic, Invalidate, Rdma, SendWr
+from pvrdma_server.backend import Arm, Atomic, Invalidate, Rdma, Ud
 
+# Requests handed to the host in one call; more would keep a vCPU waiting.
+BATCH: Final = 32
 _SIGNALED: Final = int(SendFlags.SIGNALED)
 # Inline data is the guest's to fetch: it lies in its WQE's buffers, which the host reads like any others.
 _PASSED_FLAGS: Final = int(SendFlags.FENCE | SendFlags.SOLICITED)
@@ -30,81 +34,140 @@ OPCODES: Final[dict[int, tuple[int, int]]] = {
     int(WrOpcode.ATOMIC_FETCH_AND_ADD): (6, int(WcOpcode.FETCH_ADD)),
     int(WrOpcode.SEND_WITH_INV): (9, int(WcOpcode.SEND)),
 }
-ALL_OPCODES: Final = frozenset(OPCODES)
-NO_READS: Final = ALL_OPCODES - {
-    WrOpcode.RDMA_READ, WrOpcode.ATOMIC_CMP_AND_SWP, WrOpcode.ATOMIC_FETCH_AND_ADD
-}  # fmt: skip
+# What a queue pair takes: the arm that each opcode must come with.
+DATAGRAMS: Final[dict[int, type]] = {int(WrOpcode.SEND): Ud, int(WrOpcode.SEND_WITH_IMM): Ud}
+NO_READS: Final[dict[int, type]] = {
+    int(WrOpcode.RDMA_WRITE): Rdma,
+    int(WrOpcode.RDMA_WRITE_WITH_IMM): Rdma,
+    int(WrOpcode.SEND): type(None),
+    int(WrOpcode.SEND_WITH_IMM): type(None),
+    int(WrOpcode.SEND_WITH_INV): Invalidate,
+}
+CONNECTED: Final[dict[int, type]] = NO_READS | {
+    int(WrOpcode.RDMA_READ): Rdma,
+    int(WrOpcode.ATOMIC_CMP_AND_SWP): Atomic,
+    int(WrOpcode.ATOMIC_FETCH_AND_ADD): Atomic,
+}
 _NOTHING: Final = Sge(0, 0, 0)
 
 
-class Parts:
-    """pyverbs objects of one batch, to be closed when it is posted."""
+class HostSend(NamedTuple):
+    """A send request in the host's terms. `number` is its work request id, `handle` a datagram's address handle."""
 
-    __slots__ = ("_made",)
+    number: int
+    opcode: int
+    send_flags: int
+    signaled: bool
+    imm: bytes
+    sges: tuple[Sge, ...]
+    arm: Arm
+    handle: Any
+
+
+class SendChain:
+    """Linked send requests of one element each, in which every batch is posted. A batch takes the chain's end."""
+
+    __slots__ = ("_elements", "_requests")
 
     def __init__(self) -> None:
-        self._made: list[Any] = []
+        """Once for the life of the process: its memory is never freed."""
+        self._elements = [SGE(0, 0, 0) for _ in range(BATCH)]
+        self._requests = [SendWR(num_sge=1, sg=[element]) for element in self._elements]
+        for request, element in zip(self._requests, self._elements, strict=True):
+            request.sg_list = element  # from now on it sees what is written to the element
+            _keep_for_ever(element)  # both free the element's memory when they end
+        for request, following in pairwise(self._requests):
+            request.next_wr = following
 
-    def elements(self, sges: Sequence[Sge]) -> list[Any]:
-        """Host elements; at least one, for pyverbs wants one where verbs do not."""
-        made = [SGE(sge.addr, sge.length, sge.lkey) for sge in sges or (_NOTHING,)]
-        self._made += made
-        return made
+    def post(self, qp: Any, sends: Sequence[HostSend]) -> int:
+        """Post up to `BATCH` sends; how many the host took (all, unless one of them is not to its liking)."""
+        if any(len(send.sges) > 1 for send in sends):
+            return _post_made(qp, sends)
+        first = BATCH - len(sends)
+        for request, element, send in zip(
+            self._requests[first:], self._elements[first:], sends, strict=True
+        ):
+            if send.sges:
+                element.addr, element.length, element.lkey = send.sges[0]
+                request.num_sge = 1
+            else:
+                request.num_sge = 0
+            request.wr_id = send.number
+            request.opcode = OPCODES[send.opcode][0]
+            _fill(request, send)
+        return _post(qp.post_send, self._requests[first:], _FAILED_SEND)
 
-    def send(self, number: int, wr: SendWr, sges: Sequence[Sge], *, signaled: bool) -> Any:
-        """A host send request with work request id `number`."""
-        flags = wr.send_flags & _PASSED_FLAGS | (_SIGNALED if signaled else 0)
+
+def _fill(request: Any, send: HostSend) -> None:
+    request.send_flags = send.send_flags & _PASSED_FLAGS | (_SIGNALED if send.signaled else 0)
+    request.imm_data = int.from_bytes(send.imm, "little")
+    arm = send.arm
+    if isinstance(arm, Rdma):
+        request.set_wr_rdma(arm.rkey, arm.remote_addr)
+    elif isinstance(arm, Atomic):
+        request.set_wr_atomic(arm.rkey, arm.remote_addr, arm.compare_add, arm.swap)
+    elif isinstance(arm, Invalidate):
+        request.imm_data = arm.rkey  # the same word of the host's request
+    elif isinstance(arm, Ud):
+        request.set_wr_ud(send.handle, arm.remote_qpn, arm.qkey)
+
+
+def _post_made(qp: Any, sends: Sequence[HostSend]) -> int:
+    chain = []
+    for send in sends:
+        elements = [SGE(*sge) for sge in send.sges or (_NOTHING,)]
         made = SendWR(
-            wr_id=number, opcode=OPCODES[wr.opcode][0], num_sge=len(sges) or 1,
-            imm_data=int.from_bytes(wr.imm, "little"), sg=self.elements(sges), send_flags=flags,
-        )  # fmt: skip
-        self._made.append(made)
-        if not sges:
-            made.num_sge = 0
-        arm = wr.arm
-        if isinstance(arm, Rdma):
-            made.set_wr_rdma(arm.rkey, arm.remote_addr)
-        elif isinstance(arm, Atomic):
-            made.set_wr_atomic(arm.rkey, arm.remote_addr, arm.compare_add, arm.swap)
-        elif isinstance(arm, Invalidate):
-            made.imm_data = arm.rkey  # the same word of the host's request
-        return made
-
-    def recv(self, number: int, sges: Sequence[Sge]) -> Any:
-        """A host receive request with work request id `number`."""
-        made = RecvWR(number, len(sges) or 1, self.elements(sges))
-        self._made.append(made)
-        if not sges:
-            made.num_sge = 0
-        return made
-
-    def close(self) -> None:
-        """Free what the batch was made of."""
-        for part in self._made:
-            part.close()
-        self._made.clear()
+            wr_id=send.number, opcode=OPCODES[send.opcode][0], num_sge=len(elements), sg=elements
+        )
+        made.num_sge = len(send.sges)
+        _fill(made, send)
+        chain.append(made)
+        for element in elements:
+            element.close()
+    for request, following in pairwise(chain):
+        request.next_wr = following
+    try:
+        return _post(qp.post_send, chain, _FAILED_SEND)
+    finally:
+        for made in chain:
+            made.close()
 
 
-# Where pyverbs copies the request that failed, memory and all: read for its number, and never closed.
-_FAILED_SEND: Final = SendWR(num_sge=1, sg=[SGE(0, 0, 0)])
-_FAILED_RECV: Final = RecvWR(0, 1, [SGE(0, 0, 0)])
+def post_recvs(queue: Any, receives: Sequence[tuple[int, Sequence[Sge]]]) -> int:
+    """Post receives (number, elements) to a queue pair or SRQ; how many the host took."""
+    chain = []
+    for number, sges in receives:
+        elements = [SGE(*sge) for sge in sges or (_NOTHING,)]
+        made = RecvWR(
+            number, len(elements), elements
+        )  # pyverbs wants an element where verbs do not
+        made.num_sge = len(sges)
+        chain.append(made)
+        for element in elements:
+            element.close()
+    for request, following in pairwise(chain):
+        request.next_wr = following
+    try:
+        return _post(queue.post_recv, chain, _FAILED_RECV)
+    finally:
+        for made in chain:
+            made.close()
 
 
-def post_sends(qp: Any, chain: list[Any]) -> int:
-    """Post linked sends; how many the host took (all, unless one of them is not to its liking)."""
-    return _post(qp.post_send, chain, _FAILED_SEND)
+def _keep_for_ever(thing: Any) -> Any:
+    """An object that shares its C memory with another, and would free it a second time when it ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    return thing
 
 
-def post_recvs(queue: Any, chain: list[Any]) -> int:
-    """Post linked receives to a queue pair or SRQ; how many the host took."""
-    return _post(queue.post_recv, chain, _FAILED_RECV)
+# Where pyverbs copies the request that failed, pointer to its elements and all: read for its number only.
+_FAILED_SEND: Final = _keep_for_ever(SendWR(num_sge=1, sg=[SGE(0, 0, 0)]))
+_FAILED_RECV: Final = _keep_for_ever(RecvWR(0, 1, [SGE(0, 0, 0)]))
 
 
 def _post(post: Callable[[Any, Any], None], chain: list[Any], spare: Any) -> int:
     if not chain:
         return 0
-    for request, following in pairwise(chain):
-        request.next_wr = following
     try:
         post(chain[0], spare)
     except PyverbsRDMAError:

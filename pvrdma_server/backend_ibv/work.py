@@ -7,13 +7,12 @@ from typing import Any, Final
 
 from pvrdma_server.abi.pvrdma_verbs import QpState
 from pvrdma_server.abi.vmw_pvrdma_abi import WcOpcode, WcStatus
-from pvrdma_server.backend import Completion, Refused, SendWr, Ud
+from pvrdma_server.backend import Atomic, Completion, Refused, SendWr, Ud
 from pvrdma_server.backend_ibv.host_qp import HostQp, Sent
-from pvrdma_server.backend_ibv.requests import OPCODES, Parts, post_recvs, post_sends
-from pvrdma_server.errors import BackendError, BadGuestAddress
+from pvrdma_server.backend_ibv.requests import BATCH, OPCODES, HostSend, SendChain
+from pvrdma_server.errors import BackendError, BadGuestAddress, BadWqe
 
-# Requests handed to the host in one call; more would keep a vCPU waiting.
-_BATCH: Final = 32
+ATOMIC_BYTES: Final = 8
 _FLUSHED: Final = int(WcStatus.WR_FLUSH_ERR)
 _RECEIVING: Final = (
     int(QpState.INIT),
@@ -22,6 +21,8 @@ _RECEIVING: Final = (
     int(QpState.SQD),
     int(QpState.SQE),
 )
+# One thread posts, and posting copies: one chain does for all queue pairs.
+_CHAIN: Final = SendChain()
 
 
 class WorkingQp(HostQp):
@@ -39,14 +40,15 @@ class WorkingQp(HostQp):
 
     def _send_batch(self) -> bool:
         """Hand one batch to the host; true when there may be another."""
-        room = min(self._send_room - len(self._sent), _BATCH)
+        room = min(self._send_room - len(self._sent), BATCH)
         batch: list[SendWr] = []
         refused: SendWr | None = None
+        opcodes, pop = self._opcodes, self._owner.pop_send
         while len(batch) < room:
-            wr = self._owner.pop_send()
+            wr = pop()
             if wr is None:
                 break
-            if isinstance(wr.arm, Refused) or wr.opcode not in self._opcodes:
+            if opcodes.get(wr.opcode) is not type(wr.arm):
                 refused = wr
                 break
             batch.append(wr)
@@ -63,41 +65,49 @@ class WorkingQp(HostQp):
     def _post_sends(self, batch: list[SendWr]) -> tuple[int, int]:
         """How many the host took, and the status of the first that it did not."""
         status = int(WcStatus.LOC_QP_OP_ERR)
-        parts = Parts()
-        chain = []
-        sent: list[Sent] = []
+        sends: list[HostSend] = []
         try:
-            for index, wr in enumerate(batch):
-                try:
-                    chain.append(
-                        self._host_send(parts, wr, last=index == len(batch) - 1, sent=sent)
-                    )
-                except (BackendError, BadGuestAddress) as e:
-                    if isinstance(e, BadGuestAddress):
-                        status = int(WcStatus.LOC_PROT_ERR)
-                    self._report(e)
-                    break
-            if chain and len(chain) < len(batch):
-                chain[-1].send_flags |= 2  # IBV_SEND_SIGNALED: it has become the last
-            taken = post_sends(self.qp, chain)
-        finally:
-            parts.close()
-        self._sent.extend(sent[:taken])
-        if 0 < taken < len(chain):
+            for wr in batch:
+                sends.append(self._host_send(wr))
+        except BadWqe as e:
+            status = e.status
+        except BadGuestAddress:
+            status = int(WcStatus.LOC_PROT_ERR)
+        except BackendError as e:
+            self._around.host_trouble(e)
+        if not sends:
+            return 0, status
+        sends[-1] = sends[-1]._replace(signaled=True)  # frees the slots of those before it
+        taken = _CHAIN.post(self.qp, sends)
+        for send, wr in zip(sends[:taken], batch, strict=False):
+            self._sent.append(
+                Sent(send.number, wr.wr_id, OPCODES[wr.opcode][1], wr.signaled, 0, send.sges)
+            )
+        if 0 < taken < len(sends):
             # The host would not tell when these are done: it was to do so of the batch's last.
             self._stop()
         return taken, status
 
-    def _host_send(self, parts: Parts, wr: SendWr, *, last: bool, sent: list[Sent]) -> Any:
-        number = self._around.number()
-        sges = self._around.registrar.translate(self.pd, wr.sges)
-        request = parts.send(number, wr, sges, signaled=wr.signaled or last)
-        if isinstance(wr.arm, Ud):
-            request.set_wr_ud(
-                self._around.address_handle(self.pd, wr.arm), wr.arm.remote_qpn, wr.arm.qkey
-            )
-        sent.append(Sent(number, wr.wr_id, OPCODES[wr.opcode][1], wr.signaled, 0, sges))
-        return request
+    def _host_send(self, wr: SendWr) -> HostSend:
+        length = sum([sge.length for sge in wr.sges])
+        if length > self._max_message or (length < ATOMIC_BYTES and isinstance(wr.arm, Atomic)):
+            # rxe reports these as something else, or not at all.
+            raise BadWqe(WcStatus.LOC_LEN_ERR, f"a message of {length} bytes")
+        sges = self._around.registrar.translate(self.pd, wr.sges) if self.pd.dma_keys else wr.sges
+        handle: Any = None
+        if self._datagram:
+            assert isinstance(wr.arm, Ud)
+            handle = self._around.address_handle(self.pd, wr.arm)
+        return HostSend(
+            self._around.number(),
+            wr.opcode,
+            wr.send_flags,
+            wr.signaled,
+            wr.imm,
+            sges,
+            wr.arm,
+            handle,
+        )
 
     def _refuse(self, wrs: list[SendWr], status: int) -> None:
         """Requests that the host does not get: the first fails, those behind it are flushed, and nothing follows."""
@@ -122,49 +132,13 @@ class WorkingQp(HostQp):
         if self.srq is not None:
             return
         if self.state in _RECEIVING:
-            while len(self._received) < self._recv_room and self._recv_batch():
-                pass
+            refused = self._receives.feed()
+            if refused:
+                self._flags.flushes.extend(refused)
+                self._stop()
+                self._flush()
         elif self.state == QpState.ERR:
             self._flush()
-
-    def _recv_batch(self) -> bool:
-        parts = Parts()
-        chain: list[Any] = []
-        taken: list[tuple[int, int]] = []
-        bad: tuple[int, int] | None = None
-        room = min(self._recv_room - len(self._received), _BATCH)
-        try:
-            while len(chain) < room and bad is None:
-                wr = self._owner.pop_recv()
-                if wr is None:
-                    break
-                try:
-                    sges = self._around.registrar.translate(self.pd, wr.sges)
-                except (BackendError, BadGuestAddress) as e:
-                    self._report(e)
-                    bad = (wr.wr_id, int(WcStatus.LOC_PROT_ERR))
-                    break
-                if wr.refused:
-                    bad = (wr.wr_id, wr.refused)
-                    break
-                number = self._around.number()
-                chain.append(parts.recv(number, sges))
-                taken.append((number, wr.wr_id))
-            count = post_recvs(self.qp, chain)
-        finally:
-            parts.close()
-        self._received.update(taken[:count])
-        failed = [(wr_id, int(WcStatus.LOC_QP_OP_ERR)) for _, wr_id in taken[count:]]
-        if failed or bad:
-            self._flags.flushes.extend(failed + ([bad] if bad else []))
-            self._stop()
-            self._flush()
-            return False
-        return len(chain) == room
-
-    def _report(self, error: BackendError | BadGuestAddress) -> None:
-        if isinstance(error, BackendError):
-            self._around.host_trouble(error)
 
     def _flush(self) -> None:
         """In ERR: complete what never reached the host, once the host has given back what did."""
@@ -172,7 +146,7 @@ class WorkingQp(HostQp):
         if not self._sent:
             while (wr := self._owner.pop_send()) is not None:
                 self._owner.complete_send(Completion(wr.wr_id, _FLUSHED, 0))
-        if self.srq is None and not self._received:
+        if self.srq is None and not self._receives.posted:
             while self._flags.flushes:
                 wr_id, status = self._flags.flushes.popleft()
                 self._owner.complete_recv(

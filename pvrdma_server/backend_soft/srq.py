@@ -20,6 +20,11 @@ class SoftSrq:
         self.queue = RecvQueue(owner, pd)
         self._forget = forget
 
+    @property
+    def held(self) -> int:
+        """See `backend.BackendSrq`: one that the message it was taken for did not use."""
+        return int(self.queue.spare is not None)
+
     def recv_doorbell(self) -> None:
         """Nothing waits for receives here: senders that found none come again by their timers."""
 

@@ -56,11 +56,7 @@ def test_immediate(bench: Bench) -> None:
     left, right = ud_pair(bench)
     source, target = bench.a.buffer(64), bench.b.buffer(200)
     right.recv(target.sge())
-    left.datagram(source.sge(), right)
-    wr = left.owner.sends.pop()
-    left.owner.sends.append(
-        wr._replace(opcode=int(WrOpcode.SEND_WITH_IMM), imm=b"\x00\x00\x12\x34")
-    )
+    left.datagram(source.sge(), right, opcode=WrOpcode.SEND_WITH_IMM, imm=b"\x00\x00\x12\x34")
     bench.settle()
     (wc,) = right.owner.received
     assert (wc.imm, wc.wc_flags) == (b"\x00\x00\x12\x34", WcFlags.GRH | WcFlags.WITH_IMM)

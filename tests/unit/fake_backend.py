@@ -113,6 +113,7 @@ class FakeSrq:
     backend: "FakeBackend"
     owner: SrqOwner
     doorbells: int = 0
+    held: int = 0
 
     def recv_doorbell(self) -> None:
         self.doorbells += 1
