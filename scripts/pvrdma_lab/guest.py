@@ -111,6 +111,11 @@ class Guest:
         return self._state.qemu.pid if self._state.qemu else None
 
     @property
+    def accelerator(self) -> str:
+        """QEMU's -accel."""
+        return self._lab.accel
+
+    @property
     def agent_port(self) -> int:
         return self._state.agent_port
 
@@ -317,12 +322,18 @@ class Guest:
             ]
             if "ibv" not in options.server_args:
                 own += ["--fabric", str(self._lab.folder / "fabric")]
+        more = [self._filled_in(word) for word in options.server_args]
+        return [*base, "--socket-path", str(self._socket), *own, *more]
+
+    def _filled_in(self, word: str) -> str:
+        """An argument with what stands for this guest; other braces stay, for QEMU's may be JSON."""
         values = {
             "name": self.name, "index": self._state.index, "ip": self.ip, "mac": self.mac,
             "folder": self.folder, "lab": self._lab.folder,
         }  # fmt: skip
-        more = [word.format(**values) for word in options.server_args]
-        return [*base, "--socket-path", str(self._socket), *own, *more]
+        for key, value in values.items():
+            word = word.replace(f"{{{key}}}", str(value))
+        return word
 
     def _machine(self) -> Machine:
         lab, state = self._lab, self._state
@@ -333,7 +344,8 @@ class Guest:
             memory_mib=lab.options.memory_mib, smp=lab.options.smp, agent_port=state.agent_port,
             network=network(lab.folder, names, self.name, lab.group_port),
             vfio_socket=self._socket if lab.options.server else None,
-            folder=self.folder, accel=lab.accel, extra=lab.options.qemu_args,
+            folder=self.folder, accel=lab.accel,
+            extra=tuple(map(self._filled_in, lab.options.qemu_args)),
             kernel_args=lab.options.kernel_args,
         )  # fmt: skip
 

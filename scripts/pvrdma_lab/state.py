@@ -31,7 +31,7 @@ class Options:
         smp: vCPUs of each.
         server: whether each guest has a pvrdma-server and its device.
         server_args: more words for the server; {name}, {index}, {ip}, {mac}, {folder} and {lab} are filled in.
-        qemu_args: more words for QEMU.
+        qemu_args: more words for QEMU; the same are filled in.
         kernel_args: more words for the guests' kernels.
         server_command: the words that start a server, before --socket-path; empty for this clone's own.
     """

@@ -1,0 +1,258 @@
+"""What scripts/bench measures, one function a figure; each returns plain records."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from guest import PAGE, Mr
+
+from pvrdma_lab.bench_load import PingPong, Stream, Taken, messages_for, ping_pong, run, window_of
+from pvrdma_lab.bench_rig import (
+    KIB,
+    MIB,
+    REGION,
+    BenchQp,
+    BenchRam,
+    RigOptions,
+    Station,
+    connected,
+    rig,
+)
+
+# Between two looks at completions: often enough for small windows, seldom enough to leave the cores to the servers.
+_LOOK_S = 0.0005
+_QUICK_LOOK_S = 0.00005
+_IDLE_S = 3.0
+_PAUSE_S = 0.01
+_SMALL_DEPTH = 16
+_SMALL_CQ = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A stream: `of_memcpy` is its GB/s over those of a cold memcpy in the same run, CPU time that of both servers."""
+
+    operation: str
+    size_bytes: int
+    window: int
+    messages_per_s: float
+    gb_per_s: float
+    of_memcpy: float
+    cpu_us_per_message: float
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """A WRITE there and one back. Awake: without a pause between them. CPU time is that of both servers."""
+
+    size_bytes: int
+    awake: bool
+    one_way_us: float
+    best_us: float
+    cpu_us_per_message: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Several streams of WRITEs at once, all together."""
+
+    queue_pairs: int
+    servers: int
+    size_bytes: int
+    messages_per_s: float
+    gb_per_s: float
+    cpu_us_per_message: float
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A server that has nothing to do: share of a core, and memory that is its own."""
+
+    doorbells: str
+    queue_pairs: int
+    cpu_percent: float
+    memory_mib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A stream beside things that are not used, over the same stream without them. 1.0: they cost nothing."""
+
+    beside: str
+    size_bytes: int
+    cpu_ratio: float
+    rate_ratio: float
+
+
+def memcpy_gb_per_s(a: BenchRam, b: BenchRam) -> float:
+    """Copying 1 MiB pieces from all over one memory to another: the median of seven walks."""
+    found = []
+    for _ in range(7):
+        started = time.perf_counter()
+        for at in range(0, REGION, MIB):
+            b.data[at : at + MIB] = a.data[at : at + MIB]
+        found.append(REGION / (time.perf_counter() - started) / 1e9)
+    return statistics.median(found)
+
+
+def _stream(
+    pair: tuple[BenchQp, BenchQp], operation: str, size: int, window: int, total: int, repeats: int
+) -> Taken:
+    """The best of some runs of one stream."""
+    every = max(1, min(16, window // 4))
+    stream = Stream(*pair, operation, size, window, every)
+    look_s = _LOOK_S if size * window > 4 * MIB else _QUICK_LOOK_S
+    servers = [qp.station.server for qp in pair]
+    messages = messages_for(size, total, every)
+    taken = [run([stream], servers, messages, look_s) for _ in range(repeats)]
+    return min(taken, key=lambda each: each.seconds)
+
+
+def rates(
+    folder: Path, options: RigOptions, operations: Sequence[str], sizes: Sequence[int], total: int,
+    *, window: int | None, repeats: int,
+) -> tuple[float, list[Rate]]:  # fmt: skip
+    """memcpy's GB/s, before and after, and the streams."""
+    found = []
+    with rig(folder, options) as (a, b):
+        memcpy = [memcpy_gb_per_s(a.ram, b.ram)]
+        for operation in operations:
+            for size in sizes:
+                pair = connected(a, b)
+                chosen = window or window_of(size)
+                taken = _stream(pair, operation, size, chosen, total, repeats)
+                found.append((operation, size, chosen, taken))
+                for qp in pair:
+                    qp.destroy()
+        memcpy.append(memcpy_gb_per_s(a.ram, b.ram))
+    mean = statistics.mean(memcpy)
+    return mean, [
+        Rate(
+            operation, size, chosen, taken.messages / taken.seconds,
+            size * taken.messages / taken.seconds / 1e9,
+            size * taken.messages / taken.seconds / 1e9 / mean, taken.cpu_s / taken.messages * 1e6,
+        )
+        for operation, size, chosen, taken in found
+    ]  # fmt: skip
+
+
+def latencies(folder: Path, options: RigOptions, sizes: Sequence[int]) -> list[Latency]:
+    """One message at a time, to and fro."""
+    found = []
+    with rig(folder, options) as (a, b):
+        pair = connected(a, b)
+        servers = (a.server, b.server)
+        for size in sizes:
+            game = PingPong(*pair, size)
+            for awake in (True, False):
+                rounds, pause_s = (2000, 0.0) if awake else (100, _PAUSE_S)
+                times, cpu_s = ping_pong(game, servers, rounds, pause_s)
+                middle = statistics.median(times)
+                found.append(Latency(size, awake, middle * 1e6, min(times) * 1e6, cpu_s * 1e6))
+    return found
+
+
+def _together(streams: Sequence[Stream], stations: Sequence[Station], messages: int) -> Taken:
+    servers = [station.server for station in stations]
+    taken = [run(streams, servers, messages, _LOOK_S) for _ in range(3)]
+    return min(taken, key=lambda each: each.seconds)
+
+
+def queue_pairs(folder: Path, options: RigOptions, counts: Sequence[int]) -> list[Scale]:
+    """64-byte WRITEs over ever more queue pairs between the same two servers, 16 each under way."""
+    found = []
+    with rig(folder, options) as (a, b):
+        streams: list[Stream] = []
+        for count in counts:
+            while len(streams) < count:
+                pair = connected(a, b, _SMALL_DEPTH, _SMALL_CQ)
+                streams.append(Stream(*pair, "WRITE", 64, _SMALL_DEPTH, 4))
+            messages = max(_SMALL_DEPTH, 32 * KIB // count)
+            taken = _together(streams, (a, b), messages)
+            found.append(_scale(count, 2, 64, taken))
+    return found
+
+
+def servers(
+    folder: Path, options: RigOptions, counts: Sequence[int], sizes: Sequence[int]
+) -> list[Scale]:
+    """Ever more servers in a ring, each of which WRITEs to the next."""
+    found = []
+    for count in counts:
+        at = folder / str(count)
+        at.mkdir()
+        with rig(at, RigOptions(count, options.scattered, options.trapped)) as stations:
+            pairs = [connected(stations[n - 1], stations[n]) for n in range(count)]
+            for size in sizes:
+                window = window_of(size)
+                streams = [Stream(*pair, "WRITE", size, window, 16) for pair in pairs]
+                messages = messages_for(size, 128 * MIB, 16)
+                taken = _together(streams, stations, messages)
+                found.append(_scale(count, count, size, taken))
+    return found
+
+
+def _scale(pairs: int, count: int, size: int, taken: Taken) -> Scale:
+    per_s = taken.messages / taken.seconds
+    cpu_us = taken.cpu_s / taken.messages * 1e6
+    return Scale(pairs, count, size, per_s, per_s * size / 1e9, cpu_us)
+
+
+def idle(folder: Path, counts: Sequence[int]) -> list[Idle]:
+    """A server whose guest has so many connected queue pairs, and does nothing."""
+    found = []
+    for trapped in (True, False):
+        at = folder / f"trapped-{trapped}"
+        at.mkdir()
+        with rig(at, RigOptions(trapped=trapped)) as (a, b):
+            made = 0
+            for count in counts:
+                for _ in range(count - made):
+                    connected(a, b, _SMALL_DEPTH, _SMALL_CQ)
+                made = count
+                time.sleep(_PAUSE_S)
+                before = a.server.cpu_s()
+                time.sleep(_IDLE_S)
+                percent = 100 * (a.server.cpu_s() - before) / _IDLE_S
+                name = "trapped" if trapped else "mapped"
+                found.append(Idle(name, count, percent, a.server.own_memory_mib()))
+    return found
+
+
+def growth(folder: Path, sizes: Sequence[int], total: int) -> list[Growth]:
+    """The same streams without and with a thousand idle queue pairs, a hundred regions, eight peers."""
+    found = []
+    for beside, count in (("1000 queue pairs", 2), ("100 regions", 2), ("8 peers", 9)):
+        at = folder / beside.replace(" ", "-")
+        at.mkdir()
+        with rig(at, RigOptions(count)) as stations:
+            a, b = stations[:2]
+            pair = connected(a, b)
+            # Twice the same length of time to warm up, and the best of several: what differs is what stands beside.
+            before = [_stream(pair, "WRITE", size, window_of(size), total, 5) for size in sizes]
+            if beside == "1000 queue pairs":
+                for _ in range(1000):
+                    connected(a, b, _SMALL_DEPTH, _SMALL_CQ)
+            elif beside == "100 regions":
+                _regions(a, 100)
+                _regions(b, 100)
+            else:
+                for other in stations[2:]:
+                    _greet(connected(a, other, _SMALL_DEPTH, _SMALL_CQ))
+            after = [_stream(pair, "WRITE", size, window_of(size), total, 5) for size in sizes]
+        for size, one, two in zip(sizes, before, after, strict=True):
+            rate = (two.messages / two.seconds) / (one.messages / one.seconds)
+            found.append(Growth(beside, size, two.cpu_s / one.cpu_s, rate))
+    return found
+
+
+def _regions(station: Station, count: int) -> list[Mr]:
+    return [station.process.mr(4 * PAGE) for _ in range(count)]
+
+
+def _greet(pair: tuple[BenchQp, BenchQp]) -> None:
+    # The first message makes the link.
+    stream = Stream(*pair, "WRITE", 64, 4, 4)
+    run([stream], [qp.station.server for qp in pair], 4, _LOOK_S)
