@@ -25,8 +25,8 @@ from pvrdma_server.abi.mad import (
 A = CmAttrId
 PS_TCP, PS_UDP = 0x0106, 0x0111
 PKEY = 0xFFFF
-# 4.096 us * 2^18: a second.
-RESPONSE_TIMEOUT = 18
+# 4.096 us * 2^20, as rdma_cm says: 4.3 s. With 15 retries there is a minute for a hub to come back.
+RESPONSE_TIMEOUT = 20
 # Where private data begin.
 _PRIVATE = {A.REQ: 140, A.REP: 36, A.RTU: 8, A.REJ: 84, A.MRA: 10, A.DREQ: 12, A.DREP: 8}
 _SIDR_PRIVATE = {A.SIDR_REQ: 16, A.SIDR_REP: 96}

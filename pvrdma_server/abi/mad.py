@@ -284,15 +284,15 @@ def build_grh_area(
 def parse_grh_area(area: ReadableBuffer) -> tuple[bytes, bytes]:
     """(source GID, destination GID) of a 40-byte area; the reader's half of `build_grh_area`.
 
-    An area that ends in an IPv4 header with a right checksum is IPv4, as IB core decides: what
-    stands in its first 20 bytes is then undefined.
+    An area that ends in an IPv4 header is IPv4, as IB core decides: what stands in its first 20 bytes
+    is then undefined, but if it looks like an IPv6 header, the IPv4 header's checksum must be right.
 
     Raises:
         ValueError: `area` is not 40 bytes.
     """
     grh = GRH.unpack(area)
     tail = bytes(area[GRH_SIZE - IPV4_HDR_SIZE :])
-    if tail[0] == 0x45 and ipv4_checksum(tail) == 0:
+    if tail[0] == 0x45 and (area[0] >> 4 != 6 or ipv4_checksum(tail) == 0):
         ipv4 = IPV4_HDR.unpack(tail)
         return V4_MAPPED_PREFIX + ipv4.saddr, V4_MAPPED_PREFIX + ipv4.daddr
     return grh.sgid, grh.dgid
