@@ -3,7 +3,9 @@
 from service.machine import UNIT, Machine
 
 # An emulated guest in an emulated machine.
-BOOT_S = 300.0
+BOOT_S = 600.0
+# A look takes the CPU from the guest.
+LOOK_S = 10.0
 DROP_IN = "/etc/systemd/system/vm1.service.d/lab.conf"
 
 
@@ -23,6 +25,7 @@ def test_a_guest_binds_its_driver(running: Machine) -> None:
             "systemctl is-active vm1.service >/dev/null || exec systemctl status --no-pager vm1.service; "
             "pvrdma-ctl status --json vm1 | grep -i 0a09006f",
             BOOT_S,
+            look_s=LOOK_S,
         )
         looked = running.follow("Look at it")
         assert "active (running)" in looked

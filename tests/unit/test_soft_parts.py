@@ -207,6 +207,12 @@ class Listener:
     def receive(self, _peer: object, header: bytes, _payload: object) -> None:
         self.heard.append(header)
 
+    def offer(self, _peer: object, _qpn: int, _kind: int) -> None:
+        return None
+
+    def landed(self, _run: object, _landed: object) -> None:
+        raise AssertionError("nothing was offered")
+
     def room(self, _carrier: object) -> None:
         self.rooms += 1
 

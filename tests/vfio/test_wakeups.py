@@ -45,7 +45,7 @@ def race(folder: Path, kind: str, seconds: float, seed: int) -> str:
     """Runs programs of a kind between two servers; what they did."""
     dice = random.Random(seed)
     with context(folder, kind, 1) as left, context(folder, kind, 2) as right:
-        programs = []
+        programs: list[Program] = []
         for _ in range(PAIRS):
             pair = Program(left, dice), Program(right, dice)
             pair[0].join(pair[1], gid_of(1), gid_of(2))
