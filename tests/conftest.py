@@ -9,8 +9,8 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--stress-seconds", type=float, default=60.0,
-        help="how long each test of scripts/test stress goes on (default: %(default)s)",
+        "--stress-seconds", type=float, default=15.0,
+        help="how long each stress test goes on (default: %(default)s; scripts/test stress: 60)",
     )  # fmt: skip
 
 

@@ -88,7 +88,13 @@ MODES = {
     "stress": Mode(
         "programs that sleep on completion events, in guests and without; -- --stress-seconds N each; no part of all",
         GUEST_STEPS,
-        (Check("stress", "pytest", ("-v", "-m", "stress", "tests/vfio", "tests/vm")),),
+        (
+            Check(
+                "stress",
+                "pytest",
+                ("-v", "-m", "stress", "--stress-seconds=60", "tests/vfio", "tests/vm"),
+            ),
+        ),
     ),
     "matrix": Mode(
         "every program of perftest with every size and option in a guest; not part of all",
