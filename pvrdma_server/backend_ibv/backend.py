@@ -184,9 +184,10 @@ class IbvBackend:
 
     def progress(self, budget_bytes: int) -> bool:
         """See `backend.RdmaBackend`."""
+        more = self._gsi.progress()
         if self._lost:
-            return False
-        more = self._drain()
+            return more
+        more = self._drain() or more
         ready: set[int] = set()
         for fd, what in self._epoll.poll(0, _MAX_EVENTS):
             if what & (select.EPOLLERR | select.EPOLLHUP):
