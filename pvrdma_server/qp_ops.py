@@ -51,6 +51,7 @@ _RC_USER: Final = frozenset(
 _RC_KERNEL: Final = _RC_USER | {WrOpcode.SEND_WITH_INV, WrOpcode.LOCAL_INV, WrOpcode.FAST_REG_MR}
 _UD: Final = frozenset({WrOpcode.SEND, WrOpcode.SEND_WITH_IMM})
 _GSI: Final = frozenset({WrOpcode.SEND})
+_SIGNALED: Final = int(SendFlags.SIGNALED)
 
 
 class SendRules(NamedTuple):
@@ -101,7 +102,7 @@ def parse_send_untrusted(wqe: bytes, rules: SendRules, memory: GuestMemory) -> S
         hdr.wr_id,
         opcode,
         flags,
-        rules.sq_sig_all or bool(flags & SendFlags.SIGNALED),
+        rules.sq_sig_all or bool(flags & _SIGNALED),
         hdr.ex,
         _parse_sges_untrusted(wqe, abi.SQ_WQE_HDR_SIZE, hdr.num_sge, rules.max_sge),
         _ud_arm(wqe) if rules.datagram else _ARMS[opcode](wqe, memory),
@@ -196,7 +197,11 @@ _ARMS: Final = {
 
 # The kernel driver copies neither smac nor a VLAN id, so SMAC and VLAN are never set; rdma-core passes the flags raw
 # and numbers them differently (4 is IP_CSUM_OK, 8 WITH_INV there), so a user's CQ gets only the two both agree on.
+# Plain integers: to "and" an enumeration costs a microsecond.
+_GRH: Final = int(WcFlags.GRH)
+_NETWORK_HDR_TYPE: Final = int(WcFlags.WITH_NETWORK_HDR_TYPE)
 _KERNEL_FLAGS: Final = int(WcFlags.GRH | WcFlags.WITH_IMM | WcFlags.WITH_INVALIDATE)
+_NO_MAC: Final = bytes(6)
 _USER_FLAGS: Final = int(WcFlags.GRH | WcFlags.WITH_IMM)
 # RoCE has no service level. UCX reads a datagram's network header in its place, as mlx5 numbers it (2 IPv4, 1 IPv6),
 # and drops the datagram when it looks for the wrong address.
@@ -209,10 +214,10 @@ def encode_cqe(wc: Completion, qp_handle: int, *, kernel: bool) -> bytes:
     Source: vmw_pvrdma-abi.h pvrdma_cqe; drv pvrdma_cq.c pvrdma_poll_one; lib cq.c pvrdma_poll_one.
     """
     flags = wc.wc_flags & (_KERNEL_FLAGS if kernel else _USER_FLAGS)
-    if kernel and flags & WcFlags.GRH:
-        flags |= WcFlags.WITH_NETWORK_HDR_TYPE
+    if kernel and flags & _GRH:
+        flags |= _NETWORK_HDR_TYPE
     sl = wc.sl
-    if not kernel and flags & WcFlags.GRH:
+    if not kernel and flags & _GRH:
         sl = _SL_OF_NETWORK.get(wc.network_hdr_type, sl)
     return abi.CQE.pack(
         abi.Cqe(
@@ -230,7 +235,7 @@ def encode_cqe(wc: Completion, qp_handle: int, *, kernel: bool) -> bytes:
             sl=sl,
             dlid_path_bits=0,
             port_num=1,
-            smac=bytes(6),
+            smac=_NO_MAC,
             network_hdr_type=wc.network_hdr_type,
         )
     )
