@@ -35,6 +35,9 @@ def test_table(name: str) -> None:
         "ib_send_bw",
         "ib_atomic_bw",
         "ib_write_lat",
+        "ib_read_lat",
+        "ib_send_lat",
+        "ib_atomic_lat",
         "rping",
         "nvme connect, dd",
     ):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from pvrdma_lab import Guest, Lab
 from pvrdma_lab.agent_client import Running
-from pvrdma_lab.programs import GID_INDEX, pingpong, rping
+from pvrdma_lab.programs import GID_INDEX, PORT, listens_on_port, pingpong, rping
 from vm.pairs import labs
 from vm.server_state import assert_same, complaints, guest_errors, held, status, wait_until
 
@@ -71,7 +71,9 @@ def traffic(a: Guest, b: Guest, words: str = WRITES) -> Iterator[Running]:
     """
     start = status(a)["backend"]["tx_messages"]
     with b.popen(words) as server:
-        server.wait_for("local address|Waiting for client")
+        # ibv_rc_pingpong prints its address before it listens.
+        b.check(f"until {listens_on_port(PORT)}; do sleep 0.1; done", PATIENCE_S)
+        assert server.poll() is None
         with a.popen(f"{words} {b.ip}") as client:
             wait_until(a, "traffic", lambda now: now["backend"]["tx_messages"] > start + 50)
             yield client

@@ -39,12 +39,25 @@ copy() {
     modprobe -r nfsv4 nfs
 }
 
+# What was just killed or disconnected holds mounts and modules for a moment more.
+soon() {
+    for _ in $(seq 50); do
+        "$@" 2>/dev/null && return
+        sleep 0.2
+    done
+    "$@"
+}
+
 end() {
     rpc.nfsd 0
     exportfs -au
     kill $(pidof rpc.mountd) $(pidof rpcbind)
-    umount /proc/fs/nfsd /tmp/export /var/lib/nfs/rpc_pipefs
-    modprobe -r nfsd rpcrdma brd
+    for mount in /proc/fs/nfsd /tmp/export /var/lib/nfs/rpc_pipefs; do
+        soon umount $mount
+    done
+    for module in nfsd rpcrdma brd; do
+        soon modprobe -r $module
+    done
 }
 
 "$@"

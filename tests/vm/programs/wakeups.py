@@ -10,6 +10,7 @@ import random
 import select
 import sys
 import time
+from contextlib import suppress
 
 import pyverbs.enums as e
 from events import Bench  # type: ignore[import-not-found]
@@ -25,20 +26,24 @@ MOST_DELAY_S = 0.0004
 BLINDLY = 0.01
 
 
-def open_fds() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/fd")}
+def event_fds() -> set[int]:
+    """The open descriptors of verbs. The list also has the one that it was read through, closed by now."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            if "infiniband" in os.readlink(f"/proc/self/fd/{name}"):
+                found.add(int(name))
+    return found
 
 
 class Sleeper:
     """One program: a queue pair that sends to another, both on one CQ with a channel."""
 
     def __init__(self, bench: Bench, dice: random.Random) -> None:
-        before = open_fds()
+        before = event_fds()
         self.channel = CompChannel(bench.ctx)
         # pyverbs does not say which; waiting in its get_cq_event could not be ended.
-        (fd,) = {
-            fd for fd in open_fds() - before if "infiniband" in os.readlink(f"/proc/self/fd/{fd}")
-        }
+        (fd,) = event_fds() - before
         self.readable = select.poll()
         self.readable.register(fd, select.POLLIN)
         bench.cq = self.cq = CQ(bench.ctx, CQES, None, self.channel)
