@@ -82,7 +82,7 @@ def _latency(folder: Path, asked: argparse.Namespace, found: dict[str, Any]) -> 
 
 def _qps(folder: Path, asked: argparse.Namespace, found: dict[str, Any]) -> None:
     options = RigOptions(trapped=asked.doorbells == "trapped")
-    found["qps"] = figures.queue_pairs(folder, options, (1, 4, 16, 64, 256, 1000))
+    found["qps"] = figures.queue_pairs(folder, options, (1, 4, 16, 64, 256, 500))
 
 
 def _servers(folder: Path, asked: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def _servers(folder: Path, asked: argparse.Namespace, found: dict[str, Any]) -> 
 
 
 def _idle(folder: Path, _asked: argparse.Namespace, found: dict[str, Any]) -> None:
-    found["idle"] = figures.idle(folder, (0, 1, 64, 500))
+    found["idle"] = figures.idle(folder, (0, 1, 64, 1000))
 
 
 def _growth(folder: Path, asked: argparse.Namespace, found: dict[str, Any]) -> None:

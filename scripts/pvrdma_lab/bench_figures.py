@@ -13,11 +13,14 @@ from pvrdma_lab.bench_rig import (
     KIB,
     MIB,
     REGION,
+    SMALL_DEPTH,
     BenchQp,
     BenchRam,
     RigOptions,
     Station,
     connected,
+    connected_idle,
+    connected_small,
     rig,
 )
 
@@ -26,8 +29,6 @@ _LOOK_S = 0.0005
 _QUICK_LOOK_S = 0.00005
 _IDLE_S = 3.0
 _PAUSE_S = 0.01
-_SMALL_DEPTH = 16
-_SMALL_CQ = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +168,9 @@ def queue_pairs(folder: Path, options: RigOptions, counts: Sequence[int]) -> lis
         streams: list[Stream] = []
         for count in counts:
             while len(streams) < count:
-                pair = connected(a, b, _SMALL_DEPTH, _SMALL_CQ)
-                streams.append(Stream(*pair, "WRITE", 64, _SMALL_DEPTH, 4))
-            messages = max(_SMALL_DEPTH, 32 * KIB // count)
+                pair = connected_small(a, b)
+                streams.append(Stream(*pair, "WRITE", 64, SMALL_DEPTH, 4))
+            messages = max(1, 32 * KIB // count // SMALL_DEPTH) * SMALL_DEPTH
             taken = _together(streams, (a, b), messages)
             found.append(_scale(count, 2, 64, taken))
     return found
@@ -210,7 +211,7 @@ def idle(folder: Path, counts: Sequence[int]) -> list[Idle]:
             made = 0
             for count in counts:
                 for _ in range(count - made):
-                    connected(a, b, _SMALL_DEPTH, _SMALL_CQ)
+                    connected_idle(a, b)
                 made = count
                 time.sleep(_PAUSE_S)
                 before = a.server.cpu_s()
@@ -234,13 +235,13 @@ def growth(folder: Path, sizes: Sequence[int], total: int) -> list[Growth]:
             before = [_stream(pair, "WRITE", size, window_of(size), total, 5) for size in sizes]
             if beside == "1000 queue pairs":
                 for _ in range(1000):
-                    connected(a, b, _SMALL_DEPTH, _SMALL_CQ)
+                    connected_idle(a, b)
             elif beside == "100 regions":
                 _regions(a, 100)
                 _regions(b, 100)
             else:
                 for other in stations[2:]:
-                    _greet(connected(a, other, _SMALL_DEPTH, _SMALL_CQ))
+                    _greet(connected_small(a, other))
             after = [_stream(pair, "WRITE", size, window_of(size), total, 5) for size in sizes]
         for size, one, two in zip(sizes, before, after, strict=True):
             rate = (two.messages / two.seconds) / (one.messages / one.seconds)

@@ -33,6 +33,9 @@ _QUEUES: Final = 96 * MIB
 # Slots of the queues whose every entry is written beforehand.
 DEPTH: Final = 4096
 CQ_DEPTH: Final = 8192
+SMALL_DEPTH: Final = 16
+_SMALL_CQ: Final = 64
+_SHARED_CQ: Final = 1024
 _START_S: Final = 30.0
 _READS: Final = 16
 _ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
@@ -150,19 +153,16 @@ class Station:
         )
         answer = process.pd.create_mr(request)
         self.mr = Mr(pages, start, REGION, answer.lkey, answer.rkey)
-
-    def qp(self, depth: int = DEPTH, cq_depth: int = CQ_DEPTH) -> "BenchQp":
-        """A queue pair with completion queues of its own."""
-        return BenchQp(self, depth, cq_depth)
+        # Of queue pairs nobody waits for, since a device has fewer completion queues than queue pairs.
+        self.shared = CountedCq(process, _SHARED_CQ)
 
 
 class BenchQp(Qp):
     """A queue pair whose rings are filled once and then only moved."""
 
-    def __init__(self, station: Station, depth: int, cq_depth: int) -> None:
+    def __init__(self, station: Station, depth: int, sends: CountedCq, receives: CountedCq) -> None:
         self.station, self.depth = station, depth
-        self.sends = CountedCq(station.process, cq_depth)
-        self.receives = CountedCq(station.process, cq_depth)
+        self.sends, self.receives = sends, receives
         super().__init__(
             station.process, max_wr=depth, max_sge=1, send_cq=self.sends, recv_cq=self.receives
         )
@@ -226,15 +226,35 @@ def rig(folder: Path, options: RigOptions) -> Iterator[list[Station]]:
         yield stations
 
 
-def connected(
-    a: Station, b: Station, depth: int = DEPTH, cq_depth: int = CQ_DEPTH
-) -> tuple[BenchQp, BenchQp]:
-    """Two queue pairs, each other's peers, with as many READs under way as a queue pair may have."""
-    first, second = a.qp(depth, cq_depth), b.qp(depth, cq_depth)
+def connected(a: Station, b: Station) -> tuple[BenchQp, BenchQp]:
+    """Two queue pairs, each other's peers, with completion queues of their own."""
+
+    def qp(station: Station) -> BenchQp:
+        cqs = (CountedCq(station.process, CQ_DEPTH) for _ in range(2))
+        return BenchQp(station, DEPTH, *cqs)
+
+    return _connect(qp(a), qp(b))
+
+
+def connected_small(a: Station, b: Station) -> tuple[BenchQp, BenchQp]:
+    """The same with short queues, of which only the first's sends have a completion queue of their own."""
+    sends = CountedCq(a.process, _SMALL_CQ)
+    first = BenchQp(a, SMALL_DEPTH, sends, a.shared)
+    return _connect(first, BenchQp(b, SMALL_DEPTH, b.shared, b.shared))
+
+
+def connected_idle(a: Station, b: Station) -> tuple[BenchQp, BenchQp]:
+    """The same with short queues, for nothing: they share the completion queues of their stations."""
+    return _connect(*(BenchQp(each, SMALL_DEPTH, each.shared, each.shared) for each in (a, b)))
+
+
+def _connect(first: BenchQp, second: BenchQp) -> tuple[BenchQp, BenchQp]:
+    # As many READs under way as a queue pair may have.
+    gids = first.station.gid, second.station.gid
     for qp in (first, second):
         qp.to_init()
-    first.to_rtr(dest_qpn=second.qpn, dgid=b.gid, max_dest_rd_atomic=_READS)
-    second.to_rtr(dest_qpn=first.qpn, dgid=a.gid, max_dest_rd_atomic=_READS)
+    first.to_rtr(dest_qpn=second.qpn, dgid=gids[1], max_dest_rd_atomic=_READS)
+    second.to_rtr(dest_qpn=first.qpn, dgid=gids[0], max_dest_rd_atomic=_READS)
     for qp in (first, second):
         qp.to_rts(max_rd_atomic=_READS)
     return first, second
