@@ -33,13 +33,14 @@ _PAUSE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A stream: `of_memcpy` is its GB/s over those of a cold memcpy in the same run, CPU time that of both servers."""
+    """A stream: `of_memcpy` is over cold memcpy right before and after it, CPU time that of both servers."""
 
     operation: str
     size_bytes: int
     window: int
     messages_per_s: float
     gb_per_s: float
+    memcpy_gb_per_s: float
     of_memcpy: float
     cpu_us_per_message: float
 
@@ -115,28 +116,29 @@ def rates(
     folder: Path, options: RigOptions, operations: Sequence[str], sizes: Sequence[int], total: int,
     *, window: int | None, repeats: int,
 ) -> tuple[float, list[Rate]]:  # fmt: skip
-    """memcpy's GB/s, before and after, and the streams."""
-    found = []
+    """memcpy's GB/s, the median of all, and the streams, each between two measurements of memcpy."""
+    found, memcpys = [], []
     with rig(folder, options) as (a, b):
-        memcpy = [memcpy_gb_per_s(a.ram, b.ram)]
+        before = memcpy_gb_per_s(a.ram, b.ram)
         for operation in operations:
             for size in sizes:
                 pair = connected(a, b)
                 chosen = window or window_of(size)
                 taken = _stream(pair, operation, size, chosen, total, repeats)
-                found.append((operation, size, chosen, taken))
                 for qp in pair:
                     qp.destroy()
-        memcpy.append(memcpy_gb_per_s(a.ram, b.ram))
-    mean = statistics.mean(memcpy)
-    return mean, [
-        Rate(
-            operation, size, chosen, taken.messages / taken.seconds,
-            size * taken.messages / taken.seconds / 1e9,
-            size * taken.messages / taken.seconds / 1e9 / mean, taken.cpu_s / taken.messages * 1e6,
-        )
-        for operation, size, chosen, taken in found
-    ]  # fmt: skip
+                after = memcpy_gb_per_s(a.ram, b.ram)
+                found.append(_rate(operation, size, chosen, taken, (before + after) / 2))
+                memcpys.append(before)
+                before = after
+    return statistics.median(memcpys), found
+
+
+def _rate(operation: str, size: int, window: int, taken: Taken, memcpy: float) -> Rate:
+    per_s = taken.messages / taken.seconds
+    cpu_us = taken.cpu_s / taken.messages * 1e6
+    gb_per_s = size * per_s / 1e9
+    return Rate(operation, size, window, per_s, gb_per_s, memcpy, gb_per_s / memcpy, cpu_us)
 
 
 def latencies(folder: Path, options: RigOptions, sizes: Sequence[int]) -> list[Latency]:

@@ -29,6 +29,7 @@ _FORMATS = {
     "size_bytes": ("size", size_text),
     "messages_per_s": ("messages/s", "{:,.0f}".format),
     "gb_per_s": ("GB/s", "{:.2f}".format),
+    "memcpy_gb_per_s": ("memcpy GB/s", "{:.1f}".format),
     "of_memcpy": ("of memcpy", "{:.2f}".format),
     "cpu_us_per_message": ("CPU us/message", "{:.1f}".format),
     "one_way_us": ("one way us", "{:.1f}".format),
@@ -92,7 +93,7 @@ def plot(path: Path, memcpy: float, rates: Sequence[Rate]) -> None:
     try:
         from matplotlib import pyplot as plt  # type: ignore[import-not-found]
     except ImportError:
-        raise BenchError("--plot needs matplotlib: pip install 'pvrdma-server[bench]'") from None
+        raise BenchError("--plot needs matplotlib: pip install matplotlib") from None
     figure, axes = plt.subplots(figsize=(8, 5))
     for operation in dict.fromkeys(rate.operation for rate in rates):
         mine = [rate for rate in rates if rate.operation == operation]
