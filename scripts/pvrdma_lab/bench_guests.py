@@ -133,7 +133,7 @@ def _gid_index(guest: Guest, device: str) -> int:
 class Bed:
     """Two guests, ready."""
 
-    def __init__(self, lab: Lab, seconds: float) -> None:
+    def __init__(self, lab: Lab, seconds: int) -> None:
         self.server, self.client = lab
         self.seconds = seconds
 
@@ -163,7 +163,7 @@ class Bed:
         else:
             device, address, index = "vmw_pvrdma0", self.server.ip, (GID_INDEX, GID_INDEX)
         # -D measures its middle half: a quarter of the time at either end is left out.
-        words = [f"{program} -F -d {device} -x {x} -s {size} -D {self.seconds:g}" for x in index]
+        words = [f"{program} -F -d {device} -x {x} -s {size} -D {self.seconds}" for x in index]
         commands = words[0], f"{words[1]} {address}"
         output = self._pair(network, commands, listens_on_port(PORT))
         return _found(rf"^\s*{size}{figure}", output)
@@ -172,7 +172,7 @@ class Bed:
         address = f"10.{_CARDS[card][2]}.0.1"
         commands = (
             f"iperf3 -s -1 -B {address}",
-            f"iperf3 -c {address} -t {self.seconds:g} -O 0.5 -l {min(size, MIB)} -J",
+            f"iperf3 -c {address} -t {self.seconds} -O 0.5 -l {min(size, MIB)} -J",
         )
         output = self._pair(f"{TCP}/{card}", commands, listens_on_port(_IPERF_PORT))
         received: float = json.loads(output)["end"]["sum_received"]["bits_per_second"]
@@ -191,7 +191,7 @@ def _found(pattern: str, output: str) -> str:
 
 
 @contextmanager
-def bed(seconds: float, mtu: int) -> Iterator[Bed]:
+def bed(seconds: int, mtu: int) -> Iterator[Bed]:
     """Two guests with all networks, within the block."""
     lab = Lab(f"bench-{os.getpid()}", guests=2, memory_mib=1024, qemu_args=_card_words())
     with _bridge(mtu), lab:
@@ -207,27 +207,35 @@ def measure(
     """Every figure, size by size."""
     figures: list[Figure] = []
 
-    def take(figure: Figure) -> None:
+    def take(
+        program: Callable[[str, str, int], Figure], network: str, what: str, size: int
+    ) -> None:
+        # A network over which nothing gets through is a result, too, and none for the others.
+        try:
+            figure = program(network, what, size)
+        except BenchError as error:
+            say(f"{network}: {what} {size_text(size)}: left out: {error}")
+            return
         figures.append(figure)
         value = (
             f"{figure.mib_per_s:.1f} MiB/s"
             if figure.mib_per_s is not None
             else f"{figure.usec:.1f} us"
         )
-        say(f"{figure.network}: {figure.program} {size_text(figure.size_bytes)}: {value}")
+        say(f"{network}: {figure.program} {size_text(size)}: {value}")
 
     rdma = [network for network in networks if not network.startswith(TCP)]
     for size in sizes:
         for operation in operations:
             for network in rdma:
-                take(guests.bandwidth(network, operation, size))
+                take(guests.bandwidth, network, operation, size)
         for network in networks:
             if network.startswith(TCP):
-                take(guests.bandwidth(network, TCP, size))
+                take(guests.bandwidth, network, TCP, size)
     for size in (size for size in LATENCY_SIZES if size in sizes):
         for operation in operations:
             for network in rdma:
-                take(guests.latency(network, operation, size))
+                take(guests.latency, network, operation, size)
     return figures
 
 
@@ -344,7 +352,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--sizes", type=int, nargs="+", metavar="BYTES", default=list(SIZES), help="of messages")
     add("--operations", nargs="+", choices=OPERATIONS, default=["write"])
     add("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    add("--seconds", type=float, default=2.0, help="of each figure (default: %(default)s)")
+    add("--seconds", type=int, default=2, help="of each figure (default: %(default)s)")
     add("--mtu", type=int, default=1500, help="of the two cards (default: %(default)s)")
     add(
         "--markdown",
