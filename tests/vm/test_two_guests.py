@@ -62,6 +62,12 @@ WRITES = f"ib_write_bw -F -x {GID_INDEX} -s 65536 --run_infinitely -D 1"
 PINGPONG = f"ibv_rc_pingpong -e -g {GID_INDEX} -s 65536 -n 100000000"
 
 
+def moves(guest: Guest) -> None:
+    """Returns once messages leave."""
+    start = status(guest)["backend"]["tx_messages"]
+    wait_until(guest, "traffic", lambda now: now["backend"]["tx_messages"] > start + 50)
+
+
 @contextmanager
 def traffic(a: Guest, b: Guest, words: str = WRITES) -> Iterator[Running]:
     """A program on each side that goes on for ever; traffic moves when the block begins. Yields a's.
@@ -69,13 +75,12 @@ def traffic(a: Guest, b: Guest, words: str = WRITES) -> Iterator[Running]:
     WRITES always has something outstanding, so its peer's end shows as a completion; PINGPONG may just be waiting for
     a message that never comes, on this device as on any.
     """
-    start = status(a)["backend"]["tx_messages"]
     with b.popen(words) as server:
         # ibv_rc_pingpong prints its address before it listens.
         b.check(f"until {listens_on_port(PORT)}; do sleep 0.1; done", PATIENCE_S)
         assert server.poll() is None
         with a.popen(f"{words} {b.ip}") as client:
-            wait_until(a, "traffic", lambda now: now["backend"]["tx_messages"] > start + 50)
+            moves(a)
             yield client
 
 
@@ -103,15 +108,31 @@ def test_a_stopped_server(a: Guest, b: Guest) -> None:
     works(a, b)
 
 
+@contextmanager
+def stopped_qemu(guest: Guest) -> Iterator[None]:
+    assert guest.qemu_pid is not None
+    os.kill(guest.qemu_pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(guest.qemu_pid, signal.SIGCONT)
+
+
 def test_a_stopped_qemu_delays(a: Guest, b: Guest) -> None:
     """A guest that does not run posts no receives: its peer waits (RNR), and nothing is lost when it goes on."""
-    assert b.qemu_pid is not None
     with traffic(a, b, PINGPONG) as client:
-        os.kill(b.qemu_pid, signal.SIGSTOP)
-        time.sleep(1.0)
-        os.kill(b.qemu_pid, signal.SIGCONT)
-        start = status(a)["backend"]["tx_messages"]
-        wait_until(a, "traffic", lambda now: now["backend"]["tx_messages"] > start + 50)
+        with stopped_qemu(b):
+            time.sleep(1.0)
+        moves(a)
+        assert client.poll() is None
+    works(a, b)
+
+
+def test_a_stopped_qemu_takes_writes(a: Guest, b: Guest) -> None:
+    """Its memory is there, as that of a machine whose CPU has stopped: WRITEs need nobody there."""
+    with traffic(a, b) as client:
+        with stopped_qemu(b):
+            moves(a)
         assert client.poll() is None
     works(a, b)
 
