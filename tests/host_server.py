@@ -1,7 +1,6 @@
 """A server process on one of the rxe host's devices, for tests that run inside it (scripts/test host and nested)."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -45,7 +44,7 @@ class HostServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it and wait for its socket."""
+        """Start it and wait until it says that it is ready: its sockets all answer then."""
         argv = [] if self.netns is None else ["ip", "netns", "exec", self.netns]
         argv += [
             *self.under, sys.executable, "-m", "pvrdma_server", "--socket-path", self.socket, "--backend", "ibv",
@@ -53,10 +52,11 @@ class HostServer:
             "--status-socket", str(self.folder / "status.sock"), *self.more,
         ]  # fmt: skip
         Path(self.socket).unlink(missing_ok=True)
+        lives = len(self.events("ready")) if self.log.exists() else 0
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log)
         deadline = time.monotonic() + START_S
-        while not os.path.exists(self.socket):
+        while len(self.events("ready")) == lives:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"the server does not come up:\n{self.log.read_text()}")
             time.sleep(0.05)
@@ -82,7 +82,9 @@ class HostServer:
     def events(self, name: str) -> list[dict[str, Any]]:
         """The log's records of one event."""
         records = (
-            json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")
+            json.loads(line)
+            for line in self.log.read_text().splitlines()
+            if line.startswith("{") and line.endswith("}")
         )
         return [record for record in records if record.get("event") == name]
 
