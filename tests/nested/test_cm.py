@@ -29,7 +29,7 @@ class Program(NamedTuple):
 
 
 PROGRAMS = [
-    # Five pings of 100 bytes, each validated: SEND, READ and WRITE. The server has 64 bytes unless it is told otherwise.
+    # Five pings of 100 bytes, each validated: SEND, READ and WRITE. A server has 64 bytes unless it is told.
     Program("rping", "-s -a {here} -C 5 -S 100 -V", "-c -I {here} -a {there} -C 5 -S 100 -V"),
     Program("ucmatose", "-b {here}", "-b {here} -s {there}"),
     Program("ucmatose", "-b {here} -c 20 -C 0", "-b {here} -s {there} -c 20 -C 0"),
