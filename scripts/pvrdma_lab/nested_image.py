@@ -102,6 +102,10 @@ class NestedInitrd:
             into.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, into)
         shutil.copy(source / "etc/libibverbs.d/vmw_pvrdma.driver", target / "etc/libibverbs.d")
+        # glibc opens it by name when a thread is cancelled or ends itself, as rping's do: ldd does not tell.
+        unwinder = _LIBRARIES / "libgcc_s.so.1"
+        (target / unwinder).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / unwinder, target / unwinder)
         loader = "ld-linux-x86-64.so.2"
         shutil.copy((source / "usr/lib64" / loader).resolve(), target / "lib64" / loader)
         (target / "lib").symlink_to("usr/lib")
