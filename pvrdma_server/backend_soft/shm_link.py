@@ -153,6 +153,8 @@ class ShmLink:
             self._port.look_at(self)
 
     def _no_room(self) -> bool:
+        if self.dropping and self.moved():
+            self.dropping = False
         if self.dropping or self.broken is not None:
             self.lost += 1
             return True

@@ -193,7 +193,8 @@ class ShmPort:
         """Have links lose messages that nobody takes."""
         for link in list(self._refusing):
             if link.moved():
-                link.since_ns = now_ns
+                # Seen here, it is news to nobody else: whoever still finds no room is refused anew.
+                self.has_room(link)
             elif now_ns - link.since_ns >= (STALL_NS if link.writer else CONNECT_NS):
                 link.dropping = True
                 self.has_room(link)

@@ -309,6 +309,37 @@ def test_a_peer_that_is_slow_loses_nothing(yard: Yard) -> None:
     assert a.peers[0]["lost_messages"] == 0
 
 
+def test_room_that_is_seen_by_the_clock_is_told(yard: Yard) -> None:
+    a, b = yard.end("a", A), yard.end("b", B)
+    yard.linked(a, b, B)
+    yard.settle()
+    while a.send(B, bytes(60_000)):
+        pass
+    a.rooms.clear()
+    b.fabric.ready()
+    while b.port.poll(64):
+        pass
+    a.fabric.ready()
+    assert a.rooms == [a.port.route(B)], "nobody will ring: the peer was not asked to"
+    assert a.send(B, b"at once")
+    assert a.peers[0]["lost_messages"] == 0
+
+
+def test_a_peer_that_was_silent_and_goes_on_loses_no_more(yard: Yard) -> None:
+    a, b = yard.end("a", A), yard.end("b", B)
+    yard.linked(a, b, B)
+    yard.settle()
+    while a.send(B, bytes(60_000)):
+        pass
+    yard.pass_time(STALL_NS, a)
+    assert a.send(B, bytes(60_000)), "taken and lost"
+    b.fabric.ready()
+    b.port.poll(1)
+    while a.send(B, bytes(60_000)):
+        pass
+    assert (a.peers[0]["state"], a.peers[0]["lost_messages"]) == ("up", 1)
+
+
 def test_a_server_that_never_greets_is_given_up(yard: Yard) -> None:
     a, b = yard.end("a", A), yard.end("b", B)
     carrier = a.port.route(B)
