@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import structlog
@@ -17,7 +17,6 @@ from click.core import ParameterSource
 
 from pvrdma_server import __version__, logs
 from pvrdma_server.config import (
-    check_together,
     identity_of,
     merge,
     needs_restart,
@@ -26,11 +25,12 @@ from pvrdma_server.config import (
 )
 from pvrdma_server.errors import ConfigError, PvrdmaError
 from pvrdma_server.server import serve
-from pvrdma_server.settings import SettingOption, Settings, make_options
+from pvrdma_server.settings import FilePath, SettingOption, Settings, make_options
 from pvrdma_server.status import read_status
 from pvrdma_server.systemd import check_listening, take_listening_fd
 
-_CONFIG = click.Path(dir_okay=False, path_type=Path)
+# Whether it can be read is said by who reads it, in the same words for a file that is missing.
+_CONFIG = FilePath(readable=False, path_type=Path)
 
 
 class ConfigFailure(click.ClickException):
@@ -66,6 +66,7 @@ class ServerProgram(click.Group):
 @click.option(
     "--config",
     type=_CONFIG,
+    metavar="FILE",
     help="TOML file with the options below as keys (docs/configuration.md); the command line counts more.",
 )
 @click.option(
@@ -102,6 +103,8 @@ def main(
         else:
             _serve(settings, config, given)
     except ConfigError as e:
+        if check:
+            _print_problems(ctx, str(e))
         raise ConfigFailure(str(e)) from e
 
 
@@ -114,7 +117,7 @@ def _settings(config: Path | None, given: dict[str, Any]) -> Settings:
     settings = merge(read_file(config) if config is not None else {}, given)
     settings = _with_passed_socket(settings, config)
     try:
-        check_together(settings)
+        server_config(settings, config)
     except ConfigError as e:
         where = f" (keys of {config} have the same names, without the dashes)" if config else ""
         raise ConfigError(f"{e}{where}") from e
@@ -125,7 +128,7 @@ def _with_passed_socket(settings: Settings, config: Path | None) -> Settings:
     """The socket that systemd passes takes the place of --socket-path, whose path must be the same."""
     fd = take_listening_fd(os.environ)
     if fd is None:
-        if settings.fd is not None:
+        if settings.fd is not None and settings.socket_path is None:
             check_listening(settings.fd, "--fd")
         return settings
     if settings.fd is not None:
@@ -185,8 +188,18 @@ def _print_findings(ctx: click.Context, settings: Settings, config: Path | None)
         ctx.exit(1)
 
 
-@main.command()
-@click.argument("socket", type=click.Path())
+def _print_problems(ctx: click.Context, text: str) -> NoReturn:
+    """The findings where the configuration is such that nothing else can be looked at."""
+    from pvrdma_server.check import Finding
+
+    for line in text.splitlines():
+        why = line.removeprefix("configuration ")
+        click.echo(str(Finding("configuration", why, "see docs/configuration.md", is_error=True)))
+    ctx.exit(1)
+
+
+@main.command(short_help="Print the status of a server, as JSON.")
+@click.argument("socket", type=FilePath())
 def status(socket: str) -> None:
     """Print the status of the server whose --status-socket is SOCKET, as JSON."""
     try:
@@ -195,12 +208,18 @@ def status(socket: str) -> None:
         raise click.ClickException(str(e)) from e
 
 
-@main.command("qemu-args")
-@click.option("--config", type=_CONFIG, help="The server's configuration file.")
-@click.option("--socket-path", type=click.Path(), help="The server's socket, instead of --config.")
-@click.option("--memory", default="4G", show_default=True, help="The guest's RAM.")
-@click.option("--slot", default=5, show_default=True, help="Slot on pcie.0 that is free.")
-@click.option("--qemu", help="QEMU's program. [default: the first of the usual ones]")
+@main.command("qemu-args", short_help="Print QEMU's arguments for this VM.")
+@click.option("--config", type=_CONFIG, metavar="FILE", help="The server's file.")
+@click.option("--socket-path", type=FilePath(), help="The server's socket, instead of --config.")
+@click.option("--memory", default="4G", metavar="SIZE", show_default=True, help="The guest's RAM.")
+@click.option(
+    "--slot", default=5, metavar="NUMBER", show_default=True, help="Slot on pcie.0 that is free."
+)
+@click.option(
+    "--qemu",
+    metavar="PROGRAM",
+    help="QEMU's program. [default: the first there is of qemu-system-x86_64, qemu-kvm]",
+)
 @click.option("--libvirt", is_flag=True, help="Print a snippet for a libvirt domain instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array of words instead.")
 def print_qemu_args(

@@ -5,7 +5,8 @@ allowed.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +39,9 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text())
     except OSError as e:
-        raise ConfigError(f"configuration file {path}: {e.strerror}") from e
+        raise ConfigError(
+            f"configuration file {path}: {e.strerror}; it must be a file that the server's user may read"
+        ) from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"configuration file {path} is not TOML: {e}") from e
     options = {option.key: option for option in make_options() if option.key is not None}
@@ -51,17 +54,32 @@ def read_file(path: Path) -> dict[str, Any]:
                 raise _BadValue(key, value, _unknown(key, options.keys(), "key"))
             settings[str(option.name)] = _value_of(option, value)
         except _BadValue as e:
-            problems.append(f"{path}: {e}")
+            problems += [f"{path}: {problem}" for problem in e.problems]
     if problems:
         raise ConfigError("\n".join(problems))
     return settings
 
 
 class _BadValue(Exception):
-    """A key's value that it cannot have."""
+    """A key's value that it cannot have, or several values of its array or table."""
 
     def __init__(self, key: str, value: Any, why: str) -> None:
-        super().__init__(f"{key} = {_toml_text(value)}: {why}")
+        super().__init__(key)
+        self.problems = [f"{key} = {_toml_text(value)}: {why}"]
+
+
+def _all_of(key: str, convert: Callable[[Any], Any], items: Iterable[Any]) -> tuple[Any, ...]:
+    """Every item converted; the problems of all of them, if there are any."""
+    good, bad = [], _BadValue(key, items, "")
+    bad.problems.clear()
+    for item in items:
+        try:
+            good.append(convert(item))
+        except _BadValue as e:
+            bad.problems += e.problems
+    if bad.problems:
+        raise bad
+    return tuple(good)
 
 
 def _value_of(option: SettingOption, value: Any) -> Any:
@@ -72,7 +90,7 @@ def _value_of(option: SettingOption, value: Any) -> Any:
         return _single(option, key, value)
     if not isinstance(value, list):
         raise _BadValue(key, value, f"an array is wanted, of {_wanted(option)[1]}s")
-    return tuple(_single(option, key, item) for item in value)
+    return _all_of(key, lambda item: _single(option, key, item), value)
 
 
 def _limits_of(value: Any) -> tuple[tuple[str, int], ...]:
@@ -80,15 +98,17 @@ def _limits_of(value: Any) -> tuple[tuple[str, int], ...]:
         raise _BadValue(
             LIMITS, value, f"a table is wanted: [{LIMITS}], lines such as max_qp = 1024"
         )
-    limits = []
-    for name, number in value.items():
-        key = f"{LIMITS}.{name}"
-        if name not in LIMIT_NAMES:
-            raise _BadValue(key, number, _unknown(name, LIMIT_NAMES, "limit"))
-        if type(number) is not int or not 0 < number <= MAX_LIMIT:
-            raise _BadValue(key, number, f"an integer from 1 to {MAX_LIMIT} is wanted")
-        limits.append((name, number))
-    return tuple(limits)
+    return _all_of(LIMITS, _limit, value.items())
+
+
+def _limit(item: tuple[str, Any]) -> tuple[str, int]:
+    name, number = item
+    key = f"{LIMITS}.{name}"
+    if name not in LIMIT_NAMES:
+        raise _BadValue(key, number, _unknown(name, LIMIT_NAMES, "limit"))
+    if type(number) is not int or not 0 < number <= MAX_LIMIT:
+        raise _BadValue(key, number, f"an integer from 1 to {MAX_LIMIT} is wanted")
+    return name, number
 
 
 def _single(option: SettingOption, key: str, value: Any) -> Any:
@@ -123,7 +143,7 @@ def _toml_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)
     return "{...}" if isinstance(value, dict) else str(value)
 
 

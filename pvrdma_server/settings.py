@@ -15,8 +15,45 @@ from pvrdma_server.logs import FORMATS, LEVELS
 
 # The driver's fields have 32 bits.
 MAX_LIMIT: Final = (1 << 32) - 1
-_PATH: Final = click.Path()
-_FOLDER: Final = click.Path(file_okay=False)
+
+
+class FilePath(click.Path):
+    """click's, but for texts that name no file."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType`."""
+        return super().convert(_solid(self, value, param, ctx), param, ctx)
+
+
+class Text(click.ParamType):  # type: ignore[type-arg]
+    """Some text."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """See `click.ParamType`."""
+        return str(_solid(self, value, param, ctx))
+
+
+def _solid(
+    kind: click.ParamType,  # type: ignore[type-arg]
+    value: Any,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> Any:
+    if value == "" or "\0" in str(value):
+        kind.fail("at least one character is wanted, and no zero byte", param, ctx)
+    return value
+
+
+class Number(click.IntRange):
+    """click's, with a name for people."""
+
+    name = "number"
+
+
+_PATH: Final = FilePath()
+_FOLDER: Final = FilePath(file_okay=False)
 
 
 class LimitType(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
@@ -90,7 +127,7 @@ class Settings:
     socket_path: str | None = _setting("Sockets", "UNIX socket where QEMU finds the device.", _PATH)
     fd: int | None = _setting(
         "Sockets", "Listening socket to use instead of --socket-path, an inherited descriptor. "
-        "One that systemd passes (socket activation) is found without it.", click.IntRange(min=0), in_file=False,
+        "One that systemd passes (socket activation) is found without it.", Number(min=0), in_file=False,
     )  # fmt: skip
     status_socket: str | None = _setting(
         "Sockets", "UNIX socket for pvrdma-ctl: status, objects, log level. Only our user and root may connect.",
@@ -105,11 +142,11 @@ class Settings:
     )  # fmt: skip
     name: str | None = _setting(
         "Device", "Name of the VM; its node GUID follows from it. "
-        "[default: the name of the configuration file, or else the socket's path]", click.STRING,
+        "[default: the name of the configuration file, or else the socket's path]", Text(),
     )  # fmt: skip
     roce_version: int = _setting(
         "Device", "The one RoCE version of the device's GIDs, 1 or 2; the driver refuses both.",
-        click.IntRange(1, 2), 2,
+        Number(1, 2), 2,
     )  # fmt: skip
     doorbells: str = _setting(
         "Device", "Doorbell pages of the guest's processes: memory that is watched, or registers that are trapped.",
@@ -129,19 +166,19 @@ class Settings:
     )  # fmt: skip
     fabric_uids: tuple[int, ...] = _setting(
         "Backend soft", "Another user whose servers may take part in the fabric; ours and root's always may.",
-        click.IntRange(min=0), (), multiple=True, option="fabric-uid",
+        Number(min=0), (), multiple=True, option="fabric-uid",
     )  # fmt: skip
     ibdev: str | None = _setting(
-        "Backend ibv", "Host RDMA device, as ibv_devices lists it.", click.STRING
+        "Backend ibv", "Host RDMA device, as ibv_devices lists it.", Text()
     )
-    ibport: int = _setting("Backend ibv", "Its port.", click.IntRange(1, 255), 1)
+    ibport: int = _setting("Backend ibv", "Its port.", Number(1, 255), 1)
     gid_policy: str = _setting(
         "Backend ibv", "Add the guest's addresses to the port's netdev, or only say which are missing.",
         click.Choice([policy.value for policy in Policy]), Policy.CHECK.value,
     )  # fmt: skip
     state_dir: str | None = _setting(
         "Backend ibv", "Folder for what must survive a crash: the addresses that --gid-policy add has added.",
-        click.Path(file_okay=False, exists=True),
+        FilePath(file_okay=False, exists=True),
     )  # fmt: skip
     mad_hub: str | None = _setting(
         "Backend ibv", "UNIX socket of pvrdma-mad-hub, through which the guest's rdma_cm reaches other hosts and VMs.",

@@ -75,6 +75,9 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         ("ibport = true", "ibport = true: an integer is wanted"),
         ("ibport = 0", "ibport = 0: 0 is not in the range 1<=x<=255"),
         ("name = 1", "name = 1: a string is wanted"),
+        ('name = ""', 'name = "": at least one character is wanted'),
+        ('socket-path = ""', 'socket-path = "": at least one character is wanted'),
+        ('fabric = "a\\u0000"', 'fabric = "a\\u0000": at least one character is wanted, and no zero byte'),
         ("roce-version = 3", "roce-version = 3: 3 is not in the range 1<=x<=2"),
         ("fabric-uids = 5", "fabric-uids = 5: an array is wanted, of integers"),
         ('fabric-uids = ["root"]', 'fabric-uids = "root": an integer is wanted'),
@@ -103,8 +106,12 @@ def test_an_error_names_file_key_value_and_what_is_allowed(
 
 def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_file(toml(tmp_path, "ibport = 0\nroce-version = 0\n[limits]\nmax_qp = -1"))
-    assert len(str(caught.value).splitlines()) == 3
+        read_file(
+            toml(
+                tmp_path, "ibport = 0\nfabric-uids = [-1, 'x', 2]\n[limits]\nmax_qp = -1\nmax_q = 5"
+            )
+        )
+    assert len(str(caught.value).splitlines()) == 5
 
 
 @pytest.mark.parametrize("text", [b"backend =", b"\xff\xfe", b"a = 1\na = 2"])
@@ -118,6 +125,12 @@ def test_what_is_no_toml_is_said_so(tmp_path: Path, text: bytes) -> None:
 def test_no_file_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
         read_file(tmp_path / "none.toml")
+    for path, why in ((tmp_path / "none.toml", "No such file"), (tmp_path, "Is a directory")):
+        result = run("--config", str(path))
+        assert (result.exit_code, f"configuration file {path}: {why}" in result.output) == (
+            78,
+            True,
+        )
 
 
 # --- command line and file -----------------------------------------------------------------------------------------
@@ -204,6 +217,26 @@ def test_the_files_keys_are_named_in_errors_of_combinations(tmp_path: Path) -> N
     result = run("--config", str(path))
     assert result.exit_code == 78
     assert f"keys of {path} have the same names" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "findings"),
+    [
+        ("ibport = 0\nname = 1\nsocket-path = '/x'", ["ibport = 0: ", "name = 1: "]),
+        ("", ["nowhere to listen: "]),
+        ("socket-path = '/x'\n[limits]\nmax_qp = 1", ["max_qp 1 is not in 3..65535 (keys of "]),
+    ],
+)
+def test_check_reports_a_wrong_file_as_findings(
+    tmp_path: Path, text: str, findings: list[str]
+) -> None:
+    result = run("--config", str(toml(tmp_path, text)), "--check")
+    lines = result.stdout.splitlines()
+    assert (result.exit_code, len(lines)) == (1, len(findings))
+    for line, finding in zip(lines, findings, strict=True):
+        assert line.startswith("error   configuration: ")
+        assert finding in line
+        assert line.endswith("; see docs/configuration.md")
 
 
 # --- documentation -------------------------------------------------------------------------------------------------
