@@ -4,13 +4,11 @@ Contract: looks, and changes nothing; a running server of the same VM is not dis
 through `Host`, whose root a test can move.
 """
 
-import errno
 import importlib
 import os
 import resource
-import socket
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,6 +16,7 @@ from pvrdma_server import qemu_args
 from pvrdma_server.config import server_config
 from pvrdma_server.errors import ConfigError
 from pvrdma_server.settings import Settings
+from pvrdma_server.status import answers
 
 # sockaddr_un's path, and its end.
 _MAX_SOCKET_PATH: Final = 107
@@ -172,11 +171,13 @@ def _sockets(settings: Settings) -> Iterator[Finding]:
         if path is not None:
             yield _socket(option, path)
     if settings.fabric is not None:
-        yield _folder("fabric", Path(settings.fabric), may_be_made=True)
+        yield _fabric(Path(settings.fabric))
     if settings.state_dir is not None:
         yield _folder("state-dir", Path(settings.state_dir))
     if settings.mad_hub is not None:
-        yield _hub(settings.mad_hub)
+        yield _hub("mad-hub", settings.mad_hub, "pvrdma-mad-hub")
+    if settings.old_mux is not None:
+        yield _hub("old-mux", settings.old_mux, "rdmacm-mux")
 
 
 def _socket(option: str, path: str) -> Finding:
@@ -186,24 +187,24 @@ def _socket(option: str, path: str) -> Finding:
     there = Path(path)
     if there.exists() and not there.is_socket():
         return _error(subject, "there is a file that is no socket", "remove it, or choose another")
-    if there.is_socket() and _answers(path):
+    if there.is_socket() and answers(path):
         return _warning(subject, "a server listens there", "stop it before this one is started")
     found = _folder(option, there.absolute().parent)
     return found if found.is_error else _good(subject, "can be made")
 
 
-def _hub(path: str) -> Finding:
-    if _answers(path):
-        return _good(f"mad-hub {path}", "a hub listens there")
-    advice = "start pvrdma-mad-hub: until it is there, rdma_cm connects within this VM only"
-    return _warning(f"mad-hub {path}", "nobody listens there", advice)
+def _hub(option: str, path: str, program: str) -> Finding:
+    if answers(path):
+        return _good(f"{option} {path}", "a hub listens there")
+    advice = f"start {program}: until it is there, rdma_cm connects within this VM only"
+    return _warning(f"{option} {path}", "nobody listens there", advice)
 
 
-def _answers(path: str) -> bool:
-    """Whether a server listens there; found out without a connection, which would take up a client's place."""
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as probe:
-        # Of the wrong type: the kernel looks whether somebody is there at all before it refuses the type.
-        return probe.connect_ex(path) == errno.EPROTOTYPE
+def _fabric(folder: Path) -> Finding:
+    found = _folder("fabric", folder, may_be_made=True)
+    if found.is_error or not folder.exists() or not folder.stat().st_mode & stat.S_IWOTH:
+        return found
+    return _error(found.subject, "writable for everybody", f"chmod o-w {folder}, or name another")
 
 
 def _folder(option: str, folder: Path, *, may_be_made: bool = False) -> Finding:
@@ -348,6 +349,8 @@ def _qemu(host: Host) -> Iterator[Finding]:
         version = qemu_args.qemu_version(program, host.ask)
         qemu_args.check_client(program, host.ask)
     except ConfigError as e:
-        yield _error("QEMU", str(e), "install QEMU 10.1 or newer with vfio-user-pci")
+        # Without its own advice, which is about qemu-args.
+        why = str(e).partition(";")[0]
+        yield _error("QEMU", why, "install QEMU 10.1 or newer with vfio-user-pci")
         return
     yield _good("QEMU", f"{program} is {qemu_args.version_text(version)}")

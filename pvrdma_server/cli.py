@@ -150,11 +150,13 @@ def _serve(settings: Settings, config: Path | None, given: dict[str, Any]) -> No
         assert config is not None
         fresh = merge(read_file(config), given)
         log: Any = structlog.get_logger(component="server")
+        if settings.fd is not None:
+            fresh = replace(
+                fresh, fd=settings.fd, socket_path=settings.socket_path, name=settings.name
+            )
+        server_config(fresh, config)
         logs.set_level(fresh.log_level)
-        passed = replace(
-            fresh, fd=settings.fd, socket_path=settings.socket_path, name=settings.name
-        )
-        changed = needs_restart(settings, passed if settings.fd is not None else fresh)
+        changed = needs_restart(settings, fresh)
         log.info("reloaded", file=str(config), log_level=fresh.log_level)
         if changed:
             log.warning("restart_needed", keys=changed, why="these are read at the start only")

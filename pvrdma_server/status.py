@@ -8,6 +8,7 @@ Contract: only our user and root can connect. Who is slow, in asking or in readi
 up nobody; a request that is too long is refused. Nothing that is sent here ends the server.
 """
 
+import errno
 import json
 import os
 import resource
@@ -142,19 +143,36 @@ def answer(line: bytes, commands: Commands) -> dict[str, Any]:
         return {"error": str(e)}
 
 
+def answers(path: str) -> bool:
+    """Whether a server listens there; found out without a connection, which would take up a client's place."""
+    return _look(path) == errno.EPROTOTYPE
+
+
+def _look(path: str) -> int:
+    """The errno of a connect of the wrong type: the kernel looks whether somebody is there before it refuses that."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        try:
+            return probe.connect_ex(path)
+        except OSError:
+            return errno.ENAMETOOLONG  # Python itself looks at the length
+
+
 def listen_unix(path: str, mode: int, option: str) -> trio.socket.SocketType:
     """A listening UNIX socket at `path`, with the file mode `mode`. `option` is what errors tell to change.
 
     Raises:
         ConfigError: the path cannot be had.
     """
+    if answers(path):
+        raise ConfigError(
+            f"cannot listen on {path}: a server listens there; stop it, or choose another {option}"
+        )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # Before bind, the descriptor's mode is what the file will be made with: there is no moment of another.
         os.fchmod(listener.fileno(), mode)
-        # One server of a VM runs at a time (the vfio-user socket sees to it), so a socket that stands here is stale.
-        if Path(path).is_socket():
-            Path(path).unlink(missing_ok=True)
+        if _look(path) == errno.ECONNREFUSED and Path(path).is_socket():
+            Path(path).unlink(missing_ok=True)  # left over
         listener.bind(path)
         # What the umask took away, is given back.
         os.chmod(path, mode)
@@ -215,6 +233,8 @@ def _why(error: OSError) -> str:
     match error:
         case FileNotFoundError():
             return "is the server running, with this --status-socket?"
+        case ConnectionResetError() | BrokenPipeError():
+            return "it is no --status-socket, or its server ends"
         case ConnectionRefusedError():
             return "the socket is left over from a server that ended"
         case BlockingIOError():

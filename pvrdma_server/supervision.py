@@ -1,7 +1,7 @@
 """What stands over a running server: signals, and the service manager that watches it.
 
 Contract: SIGTERM and SIGINT end the server. SIGHUP reads the configuration again where there is a file; where there is
-none it ends the process, as it always does.
+none it ends the server too, unless it was ignored at the start (nohup).
 """
 
 import signal
@@ -21,9 +21,11 @@ Reload = Callable[[], None]
 
 
 async def obey_signals(scope: trio.CancelScope, notifier: Notifier, reload: Reload | None) -> None:
-    """End `scope` at SIGTERM and SIGINT; `reload` at SIGHUP, which raises ConfigError when it cannot."""
+    """End `scope` at a signal, but `reload` at SIGHUP if there is one; it raises ConfigError when it cannot."""
     log: Any = structlog.get_logger(component="server")
-    wanted = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if reload else [])]
+    wanted = [signal.SIGTERM, signal.SIGINT]
+    if reload is not None or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        wanted.append(signal.SIGHUP)
     with trio.open_signal_receiver(*wanted) as signals:
         async for number in signals:
             if number == signal.SIGHUP and reload is not None:

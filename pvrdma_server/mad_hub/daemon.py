@@ -8,7 +8,6 @@ network, which is said once, and umad is tried again from time to time, or at SI
 import os
 import resource
 import signal
-import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any, Final, NamedTuple, Protocol
 import structlog
 import trio
 
-from pvrdma_server.errors import ConfigError
 from pvrdma_server.mad_frames import Datagram
 from pvrdma_server.mad_hub.lanes import Lanes, Sender
 from pvrdma_server.mad_hub.session import Session, peer_credentials
@@ -144,8 +142,6 @@ class MadHub:
     ) -> None:
         # Who may come in is told by SO_PEERCRED; where others than we may, everybody can knock.
         mode = 0o666 if self._config.allowed_uids else 0o600
-        if answers(path):
-            raise ConfigError(f"{path}: somebody serves there; stop it, or choose another {option}")
         listener = listen_unix(path, mode, option)
         listener.listen(BACKLOG)
         try:
@@ -265,17 +261,6 @@ def affordable_clients() -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return min(MAX_CLIENTS, max(1, (most - OWN_DESCRIPTORS) // DESCRIPTORS_A_CLIENT))
-
-
-def answers(path: str) -> bool:
-    """Whether somebody serves at `path`; else a socket there is left over."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-        return True
 
 
 async def serve(config: HubConfig, port: NetworkPort | None) -> None:

@@ -22,7 +22,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from pvrdma_server.errors import TransportError
+from pvrdma_server.errors import ConfigError, TransportError
 
 VERSION: Final = 1
 DMA_MAP: Final = 2
@@ -206,7 +206,8 @@ class Listener:
         fd: a listening socket, taken over; its path is not ours to remove.
 
     Raises:
-        TransportError: the path is too long, in use by a live server, or cannot be bound.
+        ConfigError: the path is too long, or cannot be bound.
+        TransportError: it is in use by a live server.
     """
 
     def __init__(self, path: str | None, fd: int | None = None) -> None:
@@ -237,7 +238,7 @@ def _bind(path: str) -> socket.socket:
         sock.listen(16)
     except OSError as error:
         sock.close()
-        raise TransportError(f"cannot listen on {path}: {error}") from error
+        raise _refusal(path, error) from error
     return sock
 
 
@@ -254,5 +255,14 @@ def _remove_stale(path: str) -> None:
         except BlockingIOError:
             pass  # alive, its backlog is full
         except OSError as error:
-            raise TransportError(f"cannot listen on {path}: {error}") from error
-    raise TransportError(f"cannot listen on {path}: another server listens there")
+            raise _refusal(path, error) from error
+    raise TransportError(
+        f"cannot listen on {path}: another server listens there; stop it, or choose another path"
+    )
+
+
+def _refusal(path: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {path}: {error.strerror or error}; its folder must exist and be writable, and the path "
+        "must be free and not longer than 107 bytes"
+    )

@@ -55,7 +55,8 @@ class VfioUserContext:
         counters: what happened since the start.
 
     Raises:
-        TransportError: the socket cannot be had, or libvfio-user refuses the device.
+        ConfigError: the socket cannot be had.
+        TransportError: it is another server's, or libvfio-user refuses the device.
     """
 
     def __init__(

@@ -203,8 +203,19 @@ def test_a_folder_that_is_not_writable(tmp_path: Path) -> None:
     assert found == [f"socket-path folder {tmp_path}!"]
 
 
+def test_a_fabric_folder_that_the_server_would_refuse(tmp_path: Path) -> None:
+    folder = tmp_path / "fabric"
+    folder.mkdir()
+    folder.chmod(0o777)
+    settings = soft(tmp_path, fabric=str(folder))
+    assert bad(check_server(settings, None, FakeHost(tmp_path))) == [f"fabric folder {folder}!"]
+    folder.chmod(0o775)
+    assert bad(check_server(settings, None, FakeHost(tmp_path))) == []
+
+
+@pytest.mark.parametrize("option", ["mad-hub", "old-mux"])
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_hub(tmp_path: Path, listens: bool) -> None:
+def test_a_hub(tmp_path: Path, listens: bool, option: str) -> None:
     path = str(tmp_path / "hub.sock")
     host = FakeHost(tmp_path).with_rxe()
     with socket.socket(socket.AF_UNIX) as hub:
@@ -213,8 +224,8 @@ def test_a_hub(tmp_path: Path, listens: bool) -> None:
             hub.listen()
         else:
             hub.close()
-        found = bad(check_server(ibv(tmp_path, mad_hub=path), None, host))
-    assert found == ([] if listens else [f"mad-hub {path}"])
+        found = bad(check_server(ibv(tmp_path, **{option.replace("-", "_"): path}), None, host))
+    assert found == ([] if listens else [f"{option} {path}"])
 
 
 def test_a_limit_that_is_lowered_is_said_so(tmp_path: Path) -> None:
@@ -243,6 +254,7 @@ def test_a_qemu_that_will_not_do(tmp_path: Path, ask: qemu_args.Run, advice: str
     findings = check_server(soft(tmp_path), None, FakeHost(tmp_path, ask=ask))
     assert bad(findings) == ["QEMU!"]
     assert advice in str(findings[-1])
+    assert str(findings[-1]).count("; ") == 1
 
 
 def test_no_qemu_is_a_warning(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from pvrdma_server.status import (
     MAX_REQUEST_BYTES,
     RefusedRequest,
     answer,
+    answers,
     ask,
     listen_unix,
     read_status,
@@ -163,16 +164,16 @@ def test_who_goes_away_is_forgotten(path: str) -> None:
 
 
 def test_more_askers_than_the_backlog_holds_are_all_answered(path: str) -> None:
-    answers: list[dict[str, Any]] = []
+    replies: list[dict[str, Any]] = []
     askers = [
-        threading.Thread(target=lambda: answers.append(read_status(path)))
+        threading.Thread(target=lambda: replies.append(read_status(path)))
         for _ in range(MAX_CLIENTS + 2 * BACKLOG)
     ]
     for asker in askers:
         asker.start()
     for asker in askers:
         asker.join(60)
-    assert answers == [{"state": "active"}] * len(askers)
+    assert replies == [{"state": "active"}] * len(askers)
 
 
 def test_a_request_that_is_too_long_is_refused(path: str) -> None:
@@ -242,6 +243,19 @@ def test_a_path_that_cannot_be_had(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Address already in use"):
         listen_unix(str(tmp_path / "file"), 0o600, "--status-socket")
     assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(ConfigError, match="not longer than 107 bytes"):
+        listen_unix(str(tmp_path / ("x" * 120)), 0o600, "--status-socket")
+
+
+def test_a_live_servers_socket_is_not_taken_and_a_stale_one_is(path: str) -> None:
+    with pytest.raises(ConfigError, match="a server listens there; stop it, or choose another"):
+        listen_unix(path, 0o600, "--status-socket")
+    assert read_status(path) == {"state": "active"}
+    stale = f"{path}.stale"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(stale)
+    with listen_unix(stale, 0o600, "--status-socket"):
+        assert answers(stale)
 
 
 def test_the_exchange_has_a_limit_that_the_asking_side_outlives() -> None:

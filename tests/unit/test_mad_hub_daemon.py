@@ -834,7 +834,7 @@ def test_the_command(tmp_path: Path) -> None:
             timeout=60,
         )
         assert second.returncode == 78
-        assert "somebody serves there" in second.stderr
+        assert "a server listens there" in second.stderr
         hub.send_signal(signal.SIGHUP)
         hub.send_signal(signal.SIGTERM)
         rest = hub.stderr.read()

@@ -222,10 +222,20 @@ def obey(manager: Manager, reload: Callable[[], None] | None, *numbers: int) -> 
     trio.run(live)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_server_and_the_manager_hears_of_it(manager: Manager, number: int) -> None:  # fmt: skip
     obey(manager, None, number)
     assert manager.all_heard() == ["STOPPING=1"]
+
+
+def test_without_a_file_nohup_holds(manager: Manager) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with structlog.testing.capture_logs() as records:
+            obey(manager, None, signal.SIGHUP, signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert [record["signal"] for record in records] == ["SIGTERM"]
 
 
 def test_sighup_reloads_as_often_as_it_comes_and_ends_nothing(manager: Manager) -> None:

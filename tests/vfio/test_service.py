@@ -229,10 +229,15 @@ def test_sighup_reads_the_file_again(make: Callable[..., Service]) -> None:
     service.hears("READY=1")
     assert ask(service.control, "status")["log_level"] == "debug"
     assert service.wait_for_record("restart_needed")["keys"] == ["roce-version"]
-    service.configure("log-level = 7")
-    service.send(signal.SIGHUP)
-    failed = service.wait_for_record("reload_failed")
-    assert "log-level = 7: a string is wanted" in failed["error"]
+    for text, why in (
+        ("log-level = 7", "log-level = 7: a string is wanted"),
+        ('log-level = "error"\nbackend = "ibv"', "--backend ibv needs --ibdev"),
+    ):
+        service.configure(text)
+        service.send(signal.SIGHUP)
+        service.hears("RELOADING=1")
+        service.hears("READY=1")
+        assert why in service.wait_for_record("reload_failed")["error"]
     assert ask(service.control, "status")["log_level"] == "debug"
     assert service.end() == 0
 
