@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from typing import Any, Final
 
@@ -31,8 +30,8 @@ _BUSIEST: Final = 20
 # More than most guests have, and some ms of the server's time per look.
 _WATCHED_QPS: Final = 4096
 _HOME_AND_CLEAR: Final = "\x1b[H\x1b[J"
-# Not a terminal, so no lines are cut.
-_WIDE: Final = 200
+# A line that is too long for a terminal is wrapped by it; told its width, rich would cut off addresses and numbers.
+_WIDE: Final = 400
 
 
 class _Commands(click.Group):
@@ -69,7 +68,9 @@ def main() -> None:
     show_default=True,
     help="Objects to show, beside the summary and the GIDs.",
 )
-@click.option("--limit", default=256, show_default=True, help="Objects of a kind, at most.")
+@click.option(
+    "--limit", default=256, metavar="NUMBER", show_default=True, help="Objects of a kind, at most."
+)
 @_JSON
 def status(socket: str, show: tuple[str, ...], limit: int, as_json: bool) -> None:
     """Show the device, its GIDs and objects, and recent guest errors."""
@@ -86,9 +87,18 @@ def status(socket: str, show: tuple[str, ...], limit: int, as_json: bool) -> Non
 
 @main.command()
 @_SOCKET
-@click.option("--interval", default=1.0, show_default=True, help="Seconds between two looks.")
 @click.option(
-    "--count", type=click.IntRange(min=1), help="Looks, then end. [default: until Ctrl-C]"
+    "--interval",
+    default=1.0,
+    metavar="SECONDS",
+    show_default=True,
+    help="Time between two looks.",
+)
+@click.option(
+    "--count",
+    type=click.IntRange(min=1),
+    metavar="NUMBER",
+    help="Looks, then end. [default: until Ctrl-C]",
 )
 @_JSON
 def top(socket: str, interval: float, count: int | None, as_json: bool) -> None:
@@ -119,9 +129,12 @@ def _look(socket: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @main.command("log-level")
 @_SOCKET
-@click.argument("level", required=False, type=click.Choice(list(logs.LEVELS)))
+@click.argument("level", required=False, metavar="[LEVEL]", type=click.Choice(list(logs.LEVELS)))
 def log_level(socket: str, level: str | None) -> None:
-    """Show the log level, or change it to LEVEL, until the server ends or reloads."""
+    """Show the log level, or change it to LEVEL, until the server ends or reloads.
+
+    LEVEL is debug, info, warning or error.
+    """
     if level is None:
         click.echo(ask(socket, "log-level")["log_level"])
         return
@@ -132,4 +145,4 @@ def log_level(socket: str, level: str | None) -> None:
 def _console() -> Any:
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    return Console(width=_WIDE, highlight=False)

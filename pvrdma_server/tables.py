@@ -16,6 +16,11 @@ _KERNEL: Final = "kernel"
 _NONE: Final = "-"
 _BAD_STATES: Final = ("ERR", "SQE")
 _KIB: Final = 1024
+_TRAFFIC: Final = ("rx_messages", "rx_bytes", "tx_messages", "tx_bytes")
+# As the field writes them.
+_PLURALS: Final = {
+    "pds": "PDs", "mrs": "MRs", "cqs": "CQs", "srqs": "SRQs", "qps": "QPs", "gids": "GIDs",
+}  # fmt: skip
 
 
 def status_view(
@@ -30,7 +35,7 @@ def status_view(
         parts.append(_peers(status["fabric"]))
     left_out = objects["left_out"]
     if left_out:
-        text = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
+        text = ", ".join(f"{n} {_PLURALS.get(kind, kind)}" for kind, n in left_out.items())
         parts.append(Text(f"left out: {text}; see more with --limit", style="yellow"))
     return Group(*parts)
 
@@ -57,22 +62,35 @@ def _add(table: Table, *cells: object, style: str = "") -> None:
 def _summary(status: Mapping[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     process, port = status["process"], status["port"]
-    objects = ", ".join(f"{count} {kind}" for kind, count in status["objects"].items())
-    errors = sum(status["device"]["guest_errors"].values())
+    objects = ", ".join(f"{n} {_PLURALS.get(kind, kind)}" for kind, n in status["objects"].items())
     rows = {
         "server": f"{status['name']}, version {status['version']}, pid {process['pid']}, "
         f"up {duration(status['uptime_s'])}, log level {status['log_level']}",
         "QEMU": "attached" if status["connected"] else "not attached",
         "device": _device_text(status),
-        "backend": f"{status['backend_kind']}, port {port['state']}, MTU {port.get('mtu') or _NONE}",
+        "backend": f"{status['backend_kind']}, port {port['state']}, MTU {port.get('mtu') or _NONE}"
+        f"{_fabric_text(status)}",
         "rdma_cm": _relay_text(status),
         "objects": objects,
-        "guest errors": str(errors) if errors else "none",
+        "transport": _counts(status["backend"], but=_TRAFFIC),
+        "guest errors": _counts(status["device"]["guest_errors"]) or "none",
     }
     for name, text in rows.items():
         if text:
             table.add_row(Text(name, style="bold"), Text(text))
     return table
+
+
+def _fabric_text(status: Mapping[str, Any]) -> str:
+    if status["backend_kind"] != "soft":
+        return ""
+    fabric = status["fabric"]
+    return f", fabric {fabric['folder']}" if fabric is not None else ", no fabric"
+
+
+def _counts(counters: Mapping[str, int], but: Sequence[str] = ()) -> str:
+    """What has been counted at all."""
+    return ", ".join(f"{name} {n}" for name, n in counters.items() if n and name not in but)
 
 
 def _relay_text(status: Mapping[str, Any]) -> str:
@@ -124,8 +142,7 @@ def _trouble(row: Mapping[str, Any], status: Mapping[str, Any]) -> str:
 def _embedded(status: Mapping[str, Any]) -> str:
     if status["backend_kind"] != "soft":
         return "unknown"
-    fabric = status["fabric"]
-    return f"fabric {fabric['folder']}" if fabric is not None else "this server only"
+    return "fabric" if status["fabric"] is not None else "this server only"
 
 
 def _owner(context: int | None) -> str:
@@ -220,12 +237,11 @@ def _errors(errors: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _peers(fabric: Mapping[str, Any]) -> Table:
-    peers = fabric["peers"]
-    table = _table(
-        f"Servers met in {fabric['folder']}", *(key.replace("_", " ") for key in peers[0])
-    )
-    for peer in peers:
-        _add(table, *peer.values())
+    numbers = ("sent", "bytes sent", "received", "bytes received", "bells", "lost")
+    table = _table("Servers met in the fabric", "name", "state", *numbers, right=numbers)
+    for peer in fabric["peers"]:
+        _add(table, peer["name"], peer["state"], peer["sent_messages"], size(peer["sent_bytes"]),
+             peer["received_messages"], size(peer["received_bytes"]), peer["bells"], peer["lost_messages"])  # fmt: skip
     return table
 
 

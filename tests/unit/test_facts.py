@@ -13,6 +13,7 @@ from unit.vms import Pair, pattern, rc
 
 from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus
 from pvrdma_server.backend import HostGidFacts
+from pvrdma_server.ctl import _console
 from pvrdma_server.device import PvrdmaDevice
 from pvrdma_server.facts import (
     OBJECT_KINDS,
@@ -172,6 +173,33 @@ def test_a_status_is_drawn_with_everything_in_it(pair: Pair) -> None:
                  "this server only", "Queue pairs", "RTS", gid_text(pair.b.gid), "Completion queues", "Memory regions",
                  "8 KiB", "process 1", "Recent guest errors", "no QP 0x63"):  # fmt: skip
         assert part in text, part
+
+
+def test_a_narrow_terminal_cuts_nothing_off(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    rc(pair)
+    device = device_of(pair)
+    folder = "/run/pvrdma/fabric"
+    peer = {"name": "vm2", "id": "ab" * 16, "state": "up", "sent_messages": 1, "sent_bytes": 2048,
+            "received_messages": 12345, "received_bytes": 0, "bells": 9, "lost_messages": 7}  # fmt: skip
+    status = status_of(device, fabric={"folder": folder, "peers": [peer]})
+    _console().print(status_view(status, objects_of(device), KINDS))
+    text = capsys.readouterr().out
+    assert "…" not in text
+    for part in (gid_text(pair.b.gid), f"MTU 4096, fabric {folder}", "1 contexts, 2 PDs, "):
+        assert part in text, part
+    assert re.search(r"vm2 +up +1 +2 KiB +12345 +0 B +9 +7\n", text)
+
+
+def test_errors_are_shown_by_kind(pair: Pair) -> None:
+    device = device_of(pair)
+    status = status_of(device, backend={"tx_bytes": 5, "retries": 3, "naks": 0, "no_route": 1})
+    status["device"]["guest_errors"] = {"bad_command": 2, "key_fault": 1}
+    text = drawn(status_view(status, objects_of(device), ()))
+    assert "transport     retries 3, no_route 1 " in text
+    assert "guest errors  bad_command 2, key_fault 1 " in text
 
 
 def test_a_gid_that_the_host_lacks_stands_out(pair: Pair) -> None:

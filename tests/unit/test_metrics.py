@@ -6,6 +6,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
+from pvrdma_server.backend_soft.counters import Counters
 from pvrdma_server.errors import ConfigError
 from pvrdma_server.metrics import MetricsPage, serve_metrics
 
@@ -96,6 +98,12 @@ def test_names_follow_the_conventions() -> None:
         assert family.name.startswith("pvrdma_")
         totals = [sample.name.endswith("_total") for sample in family.samples]
         assert all(totals) if family.type == "counter" else not any(totals)
+
+
+def test_every_transport_event_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
+    for counter in fields(Counters):
+        assert counter.name.startswith(("rx_", "tx_")) or f"`{counter.name}`" in page, counter.name
 
 
 def test_every_name_is_documented() -> None:
