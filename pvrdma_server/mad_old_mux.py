@@ -1,6 +1,6 @@
 """A server's side of the old protocol: QEMU's `rdmacm-mux` as the host's side, where it is what a host has.
 
-Contract: sans-I/O, one `OldMuxDialect` per connection; implements `mad_relay.Dialect`, so messages are those of
+Contract: sans-I/O, one `OldMuxDialect` per connection; implements `mad_dialect.Dialect`, so messages are those of
 `mad_frames`. Unlike QEMU's device, it gives each MAD its own destination.
 
 What the mux cannot do, this cannot either: it drops MRA, LAP and APR, forgets a connection after ten idle seconds, so
@@ -89,11 +89,11 @@ class OldMuxDialect:
         self._buffer = b""
 
     def hello(self, name: str) -> bytes:
-        """See `mad_relay.Dialect`."""
+        """See `mad_dialect.Dialect`."""
         return b""
 
     def encode(self, message: Register | Unregister | Send) -> bytes:
-        """See `mad_relay.Dialect`. Every message is a request that the mux answers, in order.
+        """See `mad_dialect.Dialect`. Every message is a request that the mux answers, in order.
 
         A datagram from a GID that the host lacks is none: the mux would send it from another's.
         """
@@ -160,7 +160,12 @@ class OldMuxDialect:
         return Ok(asked.gid)
 
     def _received(self, message: MuxMsg) -> Message | None:
-        """A MAD from the network; the mux fills in only the lower half of our GID."""
+        """A MAD from the network; the mux fills in only the lower half of our GID.
+
+        It sends with a timeout, so umad reports each message of ours back, with a status: those are nobody's.
+        """
+        if message.umad.status:
+            return None
         wanted = message.sgid[_INTERFACE_ID]
         found = [gid for gid in self._gids if gid[_INTERFACE_ID] == wanted]
         if not found:

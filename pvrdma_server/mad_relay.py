@@ -18,30 +18,27 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 import trio
 
 from pvrdma_server.errors import BackendError
 from pvrdma_server.gsi import NoCarrier
+from pvrdma_server.mad_dialect import MAX_SAID_BYTES, Dialect, HubDialect
 from pvrdma_server.mad_frames import (
-    Connection,
     Datagram,
     Dropped,
     DropReason,
     FrameError,
-    Hello,
     Message,
     Ok,
     Receive,
     RefuseCode,
     Refused,
     Register,
-    Role,
     Send,
     Unregister,
-    encode,
 )
 
 # How long CREATE_BIND, and with it a vCPU, waits for the hub's answer. A hub that is alive needs some hundred us.
@@ -64,53 +61,6 @@ _ERRNO: Final = {
     int(RefuseCode.BAD_GID): errno.EINVAL,
     int(RefuseCode.TOO_MANY): errno.ENOSPC,
 }
-
-
-class Dialect(Protocol):
-    """How one connection speaks to the host's side: our protocol, or that of QEMU's rdmacm-mux."""
-
-    def hello(self, name: str) -> bytes:
-        """What is said first."""
-
-    def encode(self, message: Register | Unregister | Send) -> bytes:
-        """The bytes of a message; none if it cannot be said."""
-
-    def receive_data(self, data: bytes) -> list[Message]:
-        """See `mad_frames.Connection`. Raises FrameError."""
-
-    @property
-    def failed(self) -> FrameError | None:
-        """See `mad_frames.Connection`."""
-
-    @property
-    def peer_name(self) -> str | None:
-        """Who is there, once that is known."""
-
-
-class HubDialect:
-    """The hub's own protocol. Implements `Dialect`."""
-
-    def __init__(self) -> None:
-        self._connection = Connection(Role.CLIENT)
-        self.receive_data = self._connection.receive_data
-
-    def hello(self, name: str) -> bytes:
-        """See `Dialect`."""
-        return encode(Hello(name))
-
-    def encode(self, message: Register | Unregister | Send) -> bytes:
-        """See `Dialect`."""
-        return encode(message)
-
-    @property
-    def failed(self) -> FrameError | None:
-        """See `Dialect`."""
-        return self._connection.failed
-
-    @property
-    def peer_name(self) -> str | None:
-        """See `Dialect`."""
-        return self._connection.peer_name
 
 
 class Claim(Enum):
@@ -215,18 +165,23 @@ class MadRelay:
 
     def send(self, datagram: Datagram) -> bool:
         """See `gsi.MadCarrier`."""
-        data = self._dialect.encode(Send(datagram)) if self.connected else b""
-        if data and self._put(data):
+        why = self._try_to_send(datagram)
+        if not why:
             self.counters.sent += 1
             return True
         self.counters.send_failed += 1
-        why = (
-            "the host's port lacks the GID"
-            if self.connected and not data
-            else "no link, or it does not read"
-        )
         self._tell("send", "mad_not_sent", sgid=datagram.sgid.hex(), why=why)
         return False
+
+    def _try_to_send(self, datagram: Datagram) -> str:
+        """Why it is not sent; nothing if it is."""
+        if not self.connected or not self._has_room():
+            return "no link, or it does not read"
+        data = self._dialect.encode(Send(datagram))
+        if not data:
+            return "the host's port lacks the GID"
+        self._put(data)
+        return ""
 
     # --- the task --------------------------------------------------------------------------------------------------
 
@@ -351,13 +306,14 @@ class MadRelay:
                 self._socket.shutdown(socket.SHUT_RDWR)
         return False
 
-    def _put(self, data: bytes) -> bool:
-        """Send now or later; false if too much waits."""
-        if len(self._outgoing) + len(data) > MAX_OUTGOING_BYTES:
-            return False
+    def _has_room(self) -> bool:
+        """Whether what is encoded next can be put: the dialect takes it for sent."""
+        return len(self._outgoing) + MAX_SAID_BYTES <= MAX_OUTGOING_BYTES
+
+    def _put(self, data: bytes) -> None:
+        """Send now or later."""
         self._outgoing += data
         self._flush()
-        return True
 
     def _flush(self) -> None:
         assert self._socket is not None
@@ -376,7 +332,8 @@ class MadRelay:
     # --- messages --------------------------------------------------------------------------------------------------
 
     def _ask(self, question: Register | Unregister) -> None:
-        if self._put(self._dialect.encode(question)):
+        if self._has_room():
+            self._put(self._dialect.encode(question))
             self._asked.append(question)
         else:
             # Its answer would be missing for good; the next link begins with every GID.

@@ -11,7 +11,7 @@ LEVELS = [
     {"abi"},
     {"guest_memory"},
     {"backend", "rings", "qp_state", "mad_frames"},
-    {"qp_ops", "gsi", "mad_old_mux"},
+    {"qp_ops", "gsi", "mad_dialect", "mad_old_mux"},
     {"caps", "objects", "journal"},
     {"resources"},
     {"cmd_base"},

@@ -1,6 +1,7 @@
 """`mad_relay` and the hub, each as it is: registrations, refusals, datagrams, restarts, both protocols."""
 
 import errno
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -13,11 +14,13 @@ import trio
 from unit.mads import GID_A, GID_B, rep, req, rtu
 
 from pvrdma_server import mad_relay
+from pvrdma_server.abi.rdmacm_mux import MUX_MSG, MUX_MSG_SIZE, MuxErrCode, MuxMsgType
 from pvrdma_server.errors import BackendError
+from pvrdma_server.mad_dialect import Dialect, HubDialect
 from pvrdma_server.mad_frames import Datagram
 from pvrdma_server.mad_hub.daemon import HubConfig, MadHub
 from pvrdma_server.mad_old_mux import OldMuxDialect
-from pvrdma_server.mad_relay import Dialect, HubDialect, MadRelay
+from pvrdma_server.mad_relay import MadRelay
 
 DEADLINE_S = 60.0
 
@@ -169,3 +172,40 @@ def test_10_servers_come_back_to_a_hub_that_was_restarted(tmp_path: Path) -> Non
                 assert len(second.switch.clients) == 2
 
     run(test)
+
+
+def test_an_old_mux_that_does_not_read_for_a_while_answers_what_it_was_asked(
+    tmp_path: Path,
+) -> None:
+    """Its answers are told apart by their order only: what was lost here must have no place in it."""
+    path = str(tmp_path / "old")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        relay = MadRelay(path, "vm", old_dialect)
+        link = relay._connect()
+        assert link is not None
+        mux, _ = listener.accept()
+    with mux:
+        mux.setblocking(False)
+        sent = 0
+        while relay.send(Datagram(GID_A, GID_B, rtu(1, 2))):
+            sent += 1
+        heard = b""
+        while len(heard) < sent * MUX_MSG_SIZE:
+            heard += mux.recv(1 << 20)
+            relay._flush()
+        for start in range(0, len(heard), MUX_MSG_SIZE):
+            mux.send(response(heard[start : start + MUX_MSG_SIZE], MuxErrCode.OK))
+            assert relay._read(link)
+        mux.send(response(bytes(MUX_MSG_SIZE), MuxErrCode.EACCES))
+        with pytest.raises(BackendError) as refused:
+            relay.claim(GID_A, 2)
+        assert refused.value.errno == errno.EADDRINUSE
+        assert relay.facts()["hub_dropped"] == {}
+    relay.close()
+
+
+def response(request: bytes, error: MuxErrCode) -> bytes:
+    message = MUX_MSG.unpack(request)
+    return MUX_MSG.pack(message._replace(msg_type=MuxMsgType.RESP, err_code=error))

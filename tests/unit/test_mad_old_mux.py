@@ -1,5 +1,6 @@
 """The old protocol: its two ends against each other, cut anywhere, and what rdmacm-mux and QEMU are known to send."""
 
+import errno
 import struct
 from contextlib import suppress
 
@@ -128,6 +129,16 @@ def test_the_mux_gives_only_the_interface_id_of_our_gid() -> None:
     assert received.datagram.dgid == GID_C
     raw[8:24] = bytes(16)
     assert client.receive_data(bytes(raw)) == []
+
+
+def test_what_the_host_s_umad_reports_back_to_the_mux_is_nobodys() -> None:
+    """The mux sends with a timeout, and hands the report (with a status) on as if it were a MAD from the network."""
+    client, hub = ends()
+    registered(client, hub, GID_A)
+    message = MUX_MSG.unpack(hub.encode(Receive(Datagram(GID_B, GID_A, rtu(1, 2)))))
+    reported = message.umad._replace(status=errno.ETIMEDOUT)
+    assert client.receive_data(MUX_MSG.pack(message._replace(umad=reported))) == []
+    assert len(client.receive_data(MUX_MSG.pack(message))) == 1
 
 
 def from_qemu(sgid: bytes, payload: bytes) -> bytes:

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from pvrdma_server import mad_relay
 from pvrdma_server.errors import BackendError
+from pvrdma_server.mad_dialect import MAX_SAID_BYTES
 from pvrdma_server.mad_frames import (
     Datagram,
     Dropped,
@@ -270,7 +271,7 @@ def test_registrations_that_do_not_fit_end_the_link_and_come_with_the_next(
             with hub.heard.mutex:
                 while relay.send(Datagram(MINE, PEER, bytes(256))):
                     pass
-                while len(relay._outgoing) < MAX_OUTGOING_BYTES - 16:
+                while len(relay._outgoing) + MAX_SAID_BYTES <= MAX_OUTGOING_BYTES:
                     relay.claim(MINE, 2)
                     relay.release(MINE)
                 relay.claim(OTHER, 2)
