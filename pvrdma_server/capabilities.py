@@ -12,8 +12,6 @@ from pvrdma_server.settings import MAX_LIMIT, make_options
 def capabilities() -> dict[str, Any]:
     """JSON values. Keys are added in later versions, none is taken away."""
     defaults = DeviceConfig()
-    enormous: dict[str, Any] = dict.fromkeys(LIMIT_NAMES, MAX_LIMIT)
-    largest = survivable(DeviceConfig(**enormous))
     return {
         "type": "pvrdma",
         "version": __version__,
@@ -21,11 +19,17 @@ def capabilities() -> dict[str, Any]:
         "backends": ["soft", "ibv"] if find_spec("pyverbs") else ["soft"],
         "options": [option.opts[0] for option in make_options()],
         "limits": {
-            name: {"default": getattr(defaults, name), "maximum": getattr(largest, name)}
+            name: {"default": getattr(defaults, name), "maximum": _largest(name)}
             for name in LIMIT_NAMES
         },
         "minimum-qemu": ".".join(map(str, MIN_QEMU)),
     }
+
+
+def _largest(name: str) -> int:
+    """The most of one limit, with the others at their defaults."""
+    wanted: dict[str, Any] = {name: MAX_LIMIT}
+    return int(getattr(survivable(DeviceConfig(**wanted)), name))
 
 
 def _features() -> set[str]:

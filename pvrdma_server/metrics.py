@@ -7,7 +7,9 @@ Contract: off unless asked for; reads only. Who is slow is dropped after a while
 gets an HTTP error, and nothing that is sent here ends the server. Names are documented in docs/monitoring.md.
 """
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -196,17 +198,25 @@ async def _serve(
 
 async def _listen_tcp(host: str, port: int) -> trio.socket.SocketType:
     family = trio.socket.AF_INET6 if ":" in host else trio.socket.AF_INET
-    listener = trio.socket.socket(family, trio.socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_REUSEADDR, 1)
-        await listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as e:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {e.strerror or e}; choose another --metrics-listen"
-        ) from e
-    return listener
+    with ExitStack() as stack:
+        try:
+            listener = trio.socket.socket(family, trio.socket.SOCK_STREAM)
+            stack.callback(listener.close)
+            listener.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_REUSEADDR, 1)
+            await listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError as e:
+            raise ConfigError(
+                f"cannot listen on {host} port {port}: {e.strerror or e}; {_way_out(e)}"
+            ) from e
+        stack.pop_all()
+        return listener
+
+
+def _way_out(error: OSError) -> str:
+    if error.errno == errno.EAFNOSUPPORT:
+        return "in a unit: RestrictAddressFamilies=AF_INET AF_INET6 in a drop-in, or use --metrics-socket"
+    return "choose another --metrics-listen"
 
 
 async def _serve_client(stream: trio.SocketStream, page: MetricsPage) -> None:

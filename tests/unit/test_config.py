@@ -263,6 +263,7 @@ def test_print_capabilities() -> None:
     assert '"type": "pvrdma"' in result.output
     assert {option.opts[0] for option in make_options()} == set(found["options"])
     assert found["limits"]["max_qp"] == {"default": 4096, "maximum": 65535}
+    assert found["limits"]["max_qp_wr"] == {"default": 16384, "maximum": 131072}
     assert {"config-file", "fd", "socket-activation", "watchdog", "metrics"} <= set(found["features"])  # fmt: skip
 
 
