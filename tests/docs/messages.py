@@ -13,9 +13,13 @@ RAISED = {
     "BadParameter",
     "ClickException",
     "ConfigError",
+    "RefusedRequest",
     "TransportError",
     "UsageError",
+    "_BadValue",
 }
+# What --check finds: subject, text, advice.
+FOUND = {"_error", "_warning"}
 LOGGED = {"warning", "error", "critical", "exception"}
 # Shorter pieces of a text with holes are found everywhere.
 _MIN_LETTERS = 4
@@ -68,6 +72,8 @@ def _words(call: ast.Call) -> str | None:
     name = _name(call.func)
     if name in RAISED:
         return _longest(call.args)
+    if name in FOUND and len(call.args) == len(("subject", "text", "advice")):
+        return _longest(call.args[1:2])
     if name == "fail" and isinstance(call.func, ast.Attribute):
         # click's, of a type of parameter
         return _longest(call.args[:1])

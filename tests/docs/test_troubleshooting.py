@@ -25,6 +25,8 @@ def test_it_is_explained(message: Message) -> None:
         ('raise click.UsageError("one " "of them")', "one of them"),
         ('self._log.warning("an_event", value=1)', "an_event"),
         ('self._report("error", "another_event", why=why)', "another_event"),
+        ('raise RefusedRequest("not today")', "not today"),
+        ('yield _error(subject, f"it is {x} so", "do that")', "it is"),
         ('class Odd(GuestError):\n    kind = "odd_thing"', "odd_thing"),
     ],
 )
