@@ -1,8 +1,10 @@
 """The connections of one client, by comm id: whose answer is whose, and whom to tell when the client is gone.
 
 Contract: pure, without a clock: an entry lives from its REQ to its DREP or REJ, however long that is. Their number is
-bounded, and the oldest goes first; datagrams are routed by GID, so a connection without an entry works on, only nobody
-tells its peer should the client die.
+bounded; the oldest whose handshake is under way goes first, so that a peer that only ever sends REQs costs no
+connection that both ends wanted. Datagrams are routed by GID, so a connection without an entry works on, only nobody
+tells its peer should the client die. No message costs more with many entries than with few, but for old clients, whose
+tables are short (`peer_of`).
 
 Two clients may use the same comm ids, and one client and its peers may: an entry is found by the peer's GID and
 either id.
@@ -11,6 +13,7 @@ either id.
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from pvrdma_server.abi.ibta_vol1_c12 import CmRejected, CmRejReason
@@ -20,6 +23,8 @@ from pvrdma_server.mad_hub.cm import CmMad, build_dreq, build_rej
 
 # More than any guest has queue pairs; stops a guest that only ever sends REQs.
 MAX_CONNECTIONS: Final = 16384
+# Of an old client: as many as QEMU's device has queue pairs.
+MAX_OLD_CONNECTIONS: Final = 1024
 # SIDR requests that wait for their answer, which nobody has to send.
 MAX_SIDR: Final = 1024
 
@@ -37,8 +42,8 @@ class Connection:
         peer_id: the peer's, likewise.
         peer_qpn: the peer's queue pair, 0 while unknown.
         ca_guid: the client's CA GUID if it sent the REQ, else nothing.
-        replied: a REP has passed.
-        established: an RTU has passed.
+        replied: the REP of whoever was asked has passed.
+        established: an RTU has passed since.
     """
 
     path: Datagram
@@ -90,22 +95,24 @@ class ConnectionTable:
         self.evicted = 0
         self._max = max_connections
         self._max_sidr = max_sidr
-        self._all: OrderedDict[Connection, None] = OrderedDict()
+        self._half_open: OrderedDict[Connection, None] = OrderedDict()
+        self._established: OrderedDict[Connection, None] = OrderedDict()
+        self._of_gid: dict[bytes, dict[Connection, None]] = {}
         # Both by the peer's GID and a comm id, ours or the peer's.
         self._by_local: dict[tuple[bytes, int], Connection] = {}
         self._by_peer: dict[tuple[bytes, int], Connection] = {}
         self._sidr: OrderedDict[tuple[bool, int, int], Datagram] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._half_open) + len(self._established)
 
     def __iter__(self) -> Iterator[Connection]:
-        return iter(self._all)
+        return chain(self._half_open, self._established)
 
     @property
     def established(self) -> int:
         """How many have their RTU."""
-        return sum(entry.established for entry in self._all)
+        return len(self._established)
 
     def sent(self, path: Datagram, cm: CmMad) -> None:
         """The client sent `cm` along `path`."""
@@ -135,16 +142,16 @@ class ConnectionTable:
         if cm.attr_id == CmAttrId.SIDR_REP:
             path = self._sidr.get(_was_asked(cm))
             return path.dgid if path is not None else None
-        found = [e for e in self._all if cm.sender_id and e.local_id == cm.sender_id]
+        found = [e for e in self if cm.sender_id and e.local_id == cm.sender_id]
         if not found:
             # Its first answer, which has the request's transaction id; more than one peer may use this comm id.
-            found = [e for e in self._all if e.peer_id == cm.receiver_id]
+            found = [e for e in self if e.peer_id == cm.receiver_id]
             found = [e for e in found if e.tid == cm.tid] or found
         return found[0].path.dgid if len(found) == 1 else None
 
     def end(self, gid: bytes | None = None) -> list[Datagram]:
         """Forget all connections (of `gid`, if given), and return the farewells to their peers."""
-        ending = [e for e in self._all if gid is None or e.path.sgid == gid]
+        ending = list(self if gid is None else self._of_gid.get(gid, ()))
         for entry in ending:
             self._remove(entry)
         for key in [k for k, path in self._sidr.items() if gid is None or path.sgid == gid]:
@@ -184,8 +191,12 @@ class ConnectionTable:
             self._by_peer[entry.path.dgid, peer_id] = entry
         if from_peer:
             entry.peer_qpn = cm.sender_qpn or entry.peer_qpn
-        entry.replied |= cm.attr_id == CmAttrId.REP
-        entry.established |= cm.attr_id == CmAttrId.RTU
+        we_asked = bool(entry.ca_guid)
+        entry.replied |= cm.attr_id == CmAttrId.REP and from_peer == we_asked
+        if cm.attr_id == CmAttrId.RTU and entry.replied and not entry.established:
+            entry.established = True
+            del self._half_open[entry]
+            self._established[entry] = None
 
     def _sidr_passed(self, path: Datagram, cm: CmMad, *, from_peer: bool) -> None:
         if cm.attr_id == CmAttrId.SIDR_REP:
@@ -204,17 +215,22 @@ class ConnectionTable:
         return self._by_peer.get((peer, peer_id)) if peer_id else None
 
     def _add(self, entry: Connection) -> None:
-        self._all[entry] = None
+        if len(self) >= self._max:
+            self._remove(next(iter(self)))
+            self.evicted += 1
+        self._half_open[entry] = None
+        self._of_gid.setdefault(entry.path.sgid, {})[entry] = None
         if entry.local_id:
             self._by_local[entry.path.dgid, entry.local_id] = entry
         if entry.peer_id:
             self._by_peer[entry.path.dgid, entry.peer_id] = entry
-        if len(self._all) > self._max:
-            self._remove(next(iter(self._all)))
-            self.evicted += 1
 
     def _remove(self, entry: Connection) -> None:
-        del self._all[entry]
+        del (self._established if entry.established else self._half_open)[entry]
+        of_gid = self._of_gid[entry.path.sgid]
+        del of_gid[entry]
+        if not of_gid:
+            del self._of_gid[entry.path.sgid]
         tables = ((self._by_local, entry.local_id), (self._by_peer, entry.peer_id))
         for table, number in tables:
             key = (entry.path.dgid, number)

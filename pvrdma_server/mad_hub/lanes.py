@@ -7,6 +7,7 @@ queue, a thread while it sends, and a umad file of its own. Implements `switch.U
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import trio
@@ -22,6 +23,8 @@ URGENT_LANE_LENGTH: Final = LANE_LENGTH + MAX_CONNECTIONS
 # Sends that may wait in the kernel at the same time, in all lanes: each is a thread. It takes as many VMs whose peers
 # are unreachable to hold up another's.
 MAX_SENDS: Final = 256
+# How long a lane goes on without its client: farewells to peers that cannot be resolved take a second each.
+LEFT_S: Final = 60.0
 # Pauses before a busy send is tried again: the other MAD with its transaction id leaves within microseconds.
 BUSY_PAUSES_S: Final = (0.001, 0.004, 0.016, 0.064)
 
@@ -50,6 +53,12 @@ class _Mark(NamedTuple):
     call: Callable[[], None]
 
 
+@dataclass(slots=True, eq=False)
+class _Lane:
+    queue: trio.MemorySendChannel[_Parcel | _Mark]
+    scope: trio.CancelScope
+
+
 class Lanes:
     """See the module's contract.
 
@@ -68,7 +77,7 @@ class Lanes:
         self._nursery = nursery
         self._open_sender = open_sender
         self._on_failure = on_failure
-        self._queues: dict[int, trio.MemorySendChannel[_Parcel | _Mark]] = {}
+        self._lanes: dict[int, _Lane] = {}
         # Not trio's default one, which has room for 40.
         self._limiter = trio.CapacityLimiter(MAX_SENDS)
 
@@ -76,32 +85,47 @@ class Lanes:
         self, lane: int, gid_type: int, datagram: Datagram, *, urgent: bool = False
     ) -> DropReason | None:
         """See `switch.Uplink`."""
-        queue = self._queues.get(lane)
-        if queue is None:
+        open_lane = self._lanes.get(lane)
+        if open_lane is None:
             queue, parcels = trio.open_memory_channel[_Parcel | _Mark](math.inf)
-            self._queues[lane] = queue
-            self._nursery.start_soon(self._run, lane, parcels)
+            open_lane = self._lanes[lane] = _Lane(queue, trio.CancelScope())
+            self._nursery.start_soon(self._run, lane, parcels, open_lane.scope)
         length = URGENT_LANE_LENGTH if urgent else LANE_LENGTH
-        if queue.statistics().current_buffer_used >= length:
+        if open_lane.queue.statistics().current_buffer_used >= length:
             return DropReason.QUEUE_FULL
-        queue.send_nowait(_Parcel(gid_type, datagram))
+        open_lane.queue.send_nowait(_Parcel(gid_type, datagram))
         return None
 
     def when_sent(self, lane: int, call: Callable[[], None]) -> None:
         """See `switch.Uplink`."""
-        queue = self._queues.get(lane)
-        if queue is None:
+        open_lane = self._lanes.get(lane)
+        if open_lane is None:
             call()
         else:
-            queue.send_nowait(_Mark(call))
+            open_lane.queue.send_nowait(_Mark(call))
 
     def client_left(self, lane: int) -> None:
-        """See `switch.Uplink`. What waits already still goes out."""
-        queue = self._queues.pop(lane, None)
-        if queue is not None:
-            queue.close()
+        """See `switch.Uplink`. What waits already still goes out, for LEFT_S."""
+        open_lane = self._lanes.pop(lane, None)
+        if open_lane is not None:
+            open_lane.queue.close()
+            open_lane.scope.deadline = trio.current_time() + LEFT_S
 
-    async def _run(self, lane: int, parcels: trio.MemoryReceiveChannel[_Parcel | _Mark]) -> None:
+    async def _run(
+        self,
+        lane: int,
+        parcels: trio.MemoryReceiveChannel[_Parcel | _Mark],
+        scope: trio.CancelScope,
+    ) -> None:
+        with scope:
+            await self._carry(lane, parcels, scope)
+
+    async def _carry(
+        self,
+        lane: int,
+        parcels: trio.MemoryReceiveChannel[_Parcel | _Mark],
+        scope: trio.CancelScope,
+    ) -> None:
         sender: Sender | None = None
         unsent: _Parcel | None = None
         try:
@@ -118,7 +142,9 @@ class Lanes:
                     self._on_failure(lane, parcel.datagram, str(e))
                 unsent = None
         finally:
-            self._give_up(lane, unsent, parcels)
+            left = scope.cancel_called
+            why = "its client has left, and time is up" if left else "the device is gone"
+            self._give_up(lane, unsent, parcels, why)
             if sender is not None:
                 with trio.CancelScope(shield=True):
                     await self._in_thread(sender.close)
@@ -128,12 +154,13 @@ class Lanes:
         lane: int,
         parcel: _Parcel | _Mark | None,
         parcels: trio.MemoryReceiveChannel[_Parcel | _Mark],
+        why: str,
     ) -> None:
-        """The lane ends; if it does before its client, then with datagrams in it."""
+        """The lane ends, maybe with datagrams in it."""
         with suppress(trio.WouldBlock, trio.EndOfChannel):
             while True:
                 if isinstance(parcel, _Parcel):
-                    self._on_failure(lane, parcel.datagram, "the device is gone")
+                    self._on_failure(lane, parcel.datagram, why)
                 parcel = parcels.receive_nowait()
 
     async def _send(self, sender: Sender, parcel: _Parcel) -> None:

@@ -4,7 +4,7 @@ Contract: of each client and key some lines an interval are written; the next on
 The clock is asked when a line comes, there is no timer.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ LOG_INTERVAL_S: Final = 30.0
 # Lines of one client and key in an interval: of what it may do, and of what it may not.
 INFO_LINES: Final = 16
 WARNING_LINES: Final = 1
-# Keys to remember, in all; who connects often enough to fill the table has it begin anew.
+# Keys to remember, in all; names are the clients' own words, and of more than fit in an interval nothing is written.
 MAX_KEYS: Final = 4096
 
 
@@ -28,7 +28,8 @@ class QuietLog:
     def __init__(self, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
         self._log: Any = structlog.get_logger(component="mad_hub")
-        self._interval: dict[tuple[str, str], tuple[float, int]] = {}
+        # (end, lines), the first to end in front.
+        self._interval: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
         self._left_out: Counter[tuple[str, str]] = Counter()
 
     def info(self, event: str, *, client: str, **values: Any) -> None:
@@ -46,13 +47,23 @@ class QuietLog:
         end_s, written = self._interval.get((client, key), (now_s, 0))
         if now_s >= end_s:
             end_s, written = now_s + LOG_INTERVAL_S, 0
+            self._interval.pop((client, key), None)
         if written >= lines:
             self._left_out[client, key] += 1
             return False
-        if len(self._interval) >= MAX_KEYS:
-            self._interval.clear()
-            self._left_out.clear()
+        if (client, key) not in self._interval and not self._room(now_s):
+            return False
         self._interval[client, key] = (end_s, written + 1)
+        return True
+
+    def _room(self, now_s: float) -> bool:
+        """Whether one more key can be remembered."""
+        while len(self._interval) >= MAX_KEYS:
+            key, (end_s, _) = next(iter(self._interval.items()))
+            if now_s < end_s:
+                return False
+            del self._interval[key]
+            self._left_out.pop(key, None)
         return True
 
     def _missing(self, client: str, key: str) -> dict[str, int]:

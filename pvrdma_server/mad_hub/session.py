@@ -16,7 +16,11 @@ from typing import Any, Final, Protocol
 import trio
 
 from pvrdma_server.mad_frames import Connection, FrameError, Hello, Message, Role, encode
-from pvrdma_server.mad_hub.connections import MAX_CONNECTIONS, ConnectionTable
+from pvrdma_server.mad_hub.connections import (
+    MAX_CONNECTIONS,
+    MAX_OLD_CONNECTIONS,
+    ConnectionTable,
+)
 from pvrdma_server.mad_hub.old_mux import OldMuxConnection
 from pvrdma_server.mad_hub.switch import Client, MadSwitch
 
@@ -26,7 +30,8 @@ QUEUE_LENGTH: Final = 1024
 URGENT_QUEUE_LENGTH: Final = QUEUE_LENGTH + MAX_CONNECTIONS
 # Bytes written at once; a client that reads one message at a time should see the first early.
 WRITE_MESSAGES: Final = 64
-READ_BYTES: Final = 65536
+# A client's turn: a dozen datagrams, or under 200 of the shortest requests. Others wait no longer for theirs.
+READ_BYTES: Final = 4096
 # A connection that says nothing holds a descriptor.
 HELLO_TIMEOUT_S: Final = 10.0
 
@@ -147,7 +152,7 @@ class Session:
 
     async def serve_old(self) -> str:
         """Serve a client of the old protocol until it ends; returns the reason."""
-        connections = ConnectionTable()
+        connections = ConnectionTable(MAX_OLD_CONNECTIONS)
         wire = OldMuxConnection(connections)
         outbox = QueuedOutbox(self._stream.socket, wire.encode)
         self.name = f"{wire.peer_name} (pid {self._facts['pid']})"
