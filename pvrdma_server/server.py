@@ -232,7 +232,9 @@ class Server:
                     self._work.wake,
                     self._line,
                 )
-            self._log.info("ready", pid=os.getpid())
+            self._log.info(
+                "ready", name=self._config.soft.name, version=__version__, pid=os.getpid()
+            )
             notifier.ready()
 
     async def _work_task(self) -> None:

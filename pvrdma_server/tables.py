@@ -252,6 +252,8 @@ def rate_view(
     before: Mapping[str, Any], after: Mapping[str, Any], qps: Sequence[Mapping[str, Any]]
 ) -> RenderableType:
     """What changed between two statuses, per second, and the queue pairs that were busiest: rows of `busiest`."""
+    if before["process"]["pid"] != after["process"]["pid"]:
+        before = after  # it was restarted in between
     seconds = max(after["uptime_s"] - before["uptime_s"], 1e-3)
     table = _table("Per second", "what", "rate", "since the start", right=["rate", "since the start"])  # fmt: skip
     for name, path, form in _RATES:

@@ -251,6 +251,8 @@ def test_rates_are_differences_over_time(pair: Pair) -> None:
     assert re.search(r"bytes sent +10 KiB +21 KiB\n", text)
     assert "25.0%" in text
     assert "bytes received" not in text
+    restarted = status_of(device, backend={"tx_bytes": 5}, process={"pid": 8, "cpu_s": 0.1})
+    assert re.search(r"bytes sent +0 B +5 B\n", drawn(rate_view(before, restarted, [])))
 
 
 def test_the_busiest_queue_pairs_first_and_reused_numbers_left_out() -> None:
