@@ -27,7 +27,11 @@ TESTS = "srv/tests"
 _TEST_FILES = ("vfu_client.py",)
 _CERTIFICATES = "etc/ssl/certs/ca-certificates.crt"
 
-# Runs in a mount namespace of its own, which takes the mounts along when it ends.
+# However we end, the whole installation ends: with its first process goes a process namespace. So do the mounts.
+_ENDS_WITH_US = (
+    *("setpriv", "--pdeathsig", "KILL"),
+    *("unshare", "--mount", "--pid", "--fork", "--kill-child"),
+)
 _INSTALL = r"""
 set -eu
 tree=$1 work=$2 size=$3
@@ -72,8 +76,7 @@ class ServiceVm(AgentVm):
             remove_tree(work)
         self._add_files(work / "files", source_archive)
         argv = [
-            "unshare",
-            "--mount",
+            *_ENDS_WITH_US,
             "sh",
             "-c",
             _INSTALL,

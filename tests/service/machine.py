@@ -73,4 +73,6 @@ class Machine:
         kernel = "console=ttyS0 quiet panic=-1 lab.ip=10.9.0.111/24 lab.peer=10.9.0.2"
         # The card's boot ROM would look for a network first, which takes a minute.
         rom = "-global vmxnet3.romfile="
-        return f"-kernel /{NESTED}/bzImage -initrd /{NESTED}/initrd.gz -append '{kernel}' {rom}"
+        # The guest's agent reads from this console; without one the guest turns itself off.
+        agent = "-device virtio-serial-pci -chardev null,id=agent -device virtconsole,chardev=agent"
+        return f"-kernel /{NESTED}/bzImage -initrd /{NESTED}/initrd.gz -append '{kernel}' {rom} {agent}"

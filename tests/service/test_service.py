@@ -138,6 +138,21 @@ def test_a_wrong_file_is_named_in_the_journal(running: Machine) -> None:
     assert '/etc/pvrdma/vm1.toml: fabrik = "x": there is no key of that name' in journal
 
 
+def test_metrics_over_tcp_take_the_drop_in_that_the_error_names(running: Machine) -> None:
+    running.check("echo 'metrics-listen = \"127.0.0.1:9745\"' >>/etc/pvrdma/vm1.toml")
+    assert not running.run(f"systemctl restart {UNIT}").ok
+    line = "RestrictAddressFamilies=AF_INET AF_INET6"
+    assert f"port 9745: Address family not supported by protocol; in a unit: {line}" in running.journal()  # fmt: skip
+    running.write(DROP_IN, f"[Service]\n{line}\n")
+    running.check(f"systemctl daemon-reload; systemctl reset-failed {UNIT}; systemctl start {UNIT}")
+    page = running.check(
+        "python3 -c 'import urllib.request as r; print(r.urlopen(\"http://127.0.0.1:9745/metrics\").read())'"
+    )
+    assert 'name="vm1"' in page
+    running.check(f"sed -i /metrics-listen/d /etc/pvrdma/vm1.toml; rm {DROP_IN}")
+    running.check(f"systemctl daemon-reload; systemctl restart {UNIT}")
+
+
 def test_the_hub_of_the_mad_relay_runs_beside_it(running: Machine) -> None:
     """Without a device of that name it says so and stays, for the VMs of this host."""
     hub = "pvrdma-mad-hub@none0.service"
