@@ -46,6 +46,10 @@ ANSWER_WAIT_S: Final = 0.1
 # The same for DESTROY_BIND and reset. The hub answers when the GID's connections are ended, for which the kernel may
 # have to find link addresses.
 RELEASE_WAIT_S: Final = 2.0
+# What such waits may take together: so long at once, and this share of the time from then on. A guest with many GIDs,
+# each with connections to nobody, cannot have its server stand still.
+PATIENCE_S: Final = 2.0
+PATIENCE_SHARE: Final = 0.1
 # Between attempts to connect; CM repeats its messages every few seconds, so a hub that restarts is found in time.
 FIRST_RETRY_S: Final = 0.05
 LAST_RETRY_S: Final = 1.0
@@ -116,6 +120,8 @@ class MadRelay:
         self._asked: deque[Register | Unregister] = deque()
         self._outgoing = bytearray()
         self._output = trio.Event()
+        self._patience_s = PATIENCE_S
+        self._waited_at_s = time.monotonic()
         self._told: set[str] = set()
         self._told_gids: set[bytes] = set()
         self._log: Any = structlog.get_logger(component="mad_relay", hub=path)
@@ -266,8 +272,14 @@ class MadRelay:
         # A hub that owes answers already is slow; a guest must not make us wait for it again and again.
         prompt = not self._asked
         self._ask(question)
-        if prompt:
-            self._wait_for_answers(wait_s)
+        if not prompt:
+            return
+        began_s = time.monotonic()
+        grown_s = PATIENCE_SHARE * (began_s - self._waited_at_s)
+        patience_s = min(PATIENCE_S, self._patience_s + grown_s)
+        self._wait_for_answers(min(wait_s, patience_s))
+        self._waited_at_s = time.monotonic()
+        self._patience_s = patience_s - (self._waited_at_s - began_s)
 
     def _wait_for_answers(self, wait_s: float) -> None:
         """Take what the hub sends until it owes no answer, or time is up."""

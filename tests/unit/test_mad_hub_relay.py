@@ -29,6 +29,7 @@ DEADLINE_S = 60.0
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may be slow; nothing here waits in vain."""
     monkeypatch.setattr(mad_relay, "ANSWER_WAIT_S", 30.0)
+    monkeypatch.setattr(mad_relay, "PATIENCE_S", 30.0)
 
 
 @contextmanager

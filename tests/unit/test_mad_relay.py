@@ -4,6 +4,7 @@ import errno
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ OTHER = bytes(10) + b"\xff\xff\x0a\x00\x00\x09"
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine may be slow; no test waits for it in vain."""
     monkeypatch.setattr(mad_relay, "ANSWER_WAIT_S", 30.0)
+    monkeypatch.setattr(mad_relay, "PATIENCE_S", 30.0)
 
 
 @pytest.fixture
@@ -181,6 +183,37 @@ def test_a_hub_that_does_not_answer_holds_up_one_command_only(
                 assert isinstance(question, Register)
                 hub.say(Ok(question.gid))
             await until(lambda: set(gid_states(relay).values()) == {"owned"})
+
+    run(body)
+
+
+def test_a_hub_that_is_slow_each_time_holds_us_up_for_so_long_only(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guest's many GIDs may each have connections to end that take their time."""
+    now_s = 0.0
+    monkeypatch.setattr(mad_relay, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(mad_relay, "time", SimpleNamespace(monotonic=lambda: now_s))
+    wait = MadRelay._wait_for_answers
+
+    def slow(self: MadRelay, wait_s: float) -> None:
+        nonlocal now_s
+        wait(self, 30.0)
+        now_s += max(0.0, min(wait_s, 0.9))
+
+    async def body() -> None:
+        nonlocal now_s
+        async with running(hub.path) as relay:
+            for number in range(50):
+                relay.claim(bytes([number + 1]) * 16, 2)
+            monkeypatch.setattr(MadRelay, "_wait_for_answers", slow)
+            for number in range(49):
+                relay.release(bytes([number + 1]) * 16)
+            assert 2.0 <= now_s <= 2.3
+            now_s += 10.0
+            before_s = now_s
+            relay.release(bytes([50]) * 16)
+            assert now_s == before_s + 0.9
 
     run(body)
 
