@@ -16,7 +16,6 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -30,6 +29,15 @@ _V4_MAPPED: Final = bytes(10) + b"\xff\xff"
 # guest that shows the address to the network is its rightful owner.
 _IFA_F_NODAD: Final = 0x02
 _IFA_F_NOPREFIXROUTE: Final = 0x200
+_BROADCAST: Final = ipaddress.IPv4Address("255.255.255.255")
+_MAX_TOLD: Final = 256
+# Not a reason: nothing is to be done.
+_THERE: Final = "it is there"
+_ADVICE: Final = {
+    errno.EPERM: "; CAP_NET_ADMIN is needed",
+    errno.EACCES: "; CAP_NET_ADMIN is needed, and IPv6 not disabled on the netdev",
+    errno.ENODEV: "; the server must run in the network namespace of the port's netdev",
+}
 
 
 class Policy(Enum):
@@ -123,7 +131,8 @@ class GidSync:
         self._marker = marker
         self._netlink = netlink
         self._ours: dict[bytes, Address] = {}
-        self._told: set[Address] = set()
+        self._told: set[tuple[str, Address]] = set()
+        self._marker_told: set[str] = set()
         self._log: Any = structlog.get_logger(component="gid_sync")
         if policy is Policy.ADD:
             self._clean_up()
@@ -137,46 +146,71 @@ class GidSync:
                 "the guest's GID does not work until it is there; add it, or use --gid-policy add",
             )
             return False
-        # Written first: a crash between the two leaves a name too many, not an address.
-        self._ours[gid] = address
-        self._write_marker()
+        why = _not_for_guests(address)
+        if not why:
+            # Written first: a crash between the two leaves a name too many, not an address.
+            self._ours[gid] = address
+            why = self._write_marker() or self._add(address)
+        if not why:
+            self._note("gid_address_added", address)
+            return True
+        if self._ours.pop(gid, None) is not None:
+            self._say_marker(self._write_marker())
+        if why is not _THERE:
+            self._missing(address, f"cannot be added: {why}")
+        return why is _THERE
+
+    def _add(self, address: Address) -> str:
+        """Why it cannot be added, or nothing."""
+        assert self._netlink is not None
         try:
             self._netlink.add(address)
         except OSError as e:
-            del self._ours[gid]
-            self._write_marker()
             if e.errno == errno.EEXIST:
-                return True
-            self._missing(address, f"cannot be added: {e.strerror}; CAP_NET_ADMIN is needed")
-            return False
-        self._log.info("gid_address_added", address=str(address))
-        return True
+                return _THERE
+            return f"{e.strerror}{_ADVICE.get(e.errno or 0, '')}"
+        return ""
 
-    def remove(self, gid: bytes) -> None:
+    def remove(self, gid: bytes) -> bool:
         """See `backend_ibv.AddressKeeper`."""
         address = self._ours.pop(gid, None)
-        if address is not None:
-            self._take_away(address)
-            self._write_marker()
+        if address is None:
+            return False
+        self._take_away(address)
+        self._say_marker(self._write_marker())
+        return True
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
         """See `backend_ibv.AddressKeeper`."""
-        for gid in list(self._ours):
+        ours = list(self._ours)
+        for gid in ours:
             self.remove(gid)
+        return bool(ours)
 
     def _take_away(self, address: Address) -> None:
         assert self._netlink is not None
         try:
             self._netlink.remove(address)
-            self._log.info("gid_address_removed", address=str(address))
+            self._note("gid_address_removed", address)
         except OSError as e:
             if e.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV):
                 self._log.error("gid_address_stays", address=str(address), why=e.strerror)
 
+    def _note(self, event: str, address: Address) -> None:
+        if self._news(event, address):
+            self._log.info(event, address=str(address))
+
     def _missing(self, address: Address, why: str) -> None:
-        if address not in self._told:
-            self._told.add(address)
+        if self._news("gid_address_missing", address):
             self._log.warning("gid_address_missing", address=str(address), why=why, once=True)
+
+    def _news(self, event: str, address: Address) -> bool:
+        """Whether to log it: each once, and not without end, for a guest can name 2^128 addresses."""
+        said = (event, address)
+        if said in self._told or len(self._told) >= _MAX_TOLD:
+            return False
+        self._told.add(said)
+        return True
 
     # --- the marker --------------------------------------------------------------------------------------------------
 
@@ -185,20 +219,37 @@ class GidSync:
             return
         try:
             left = [Address(*entry) for entry in json.loads(self._marker.read_text())]
-        except (ValueError, TypeError) as e:
+        except (OSError, ValueError, TypeError) as e:
             self._log.error("gid_marker_unreadable", path=str(self._marker), why=str(e))
             left = []
         for address in left:
             self._take_away(address)
-        self._write_marker()
+        self._say_marker(self._write_marker())
 
-    def _write_marker(self) -> None:
+    def _write_marker(self) -> str:
+        """Why it cannot be written, or nothing."""
         if self._marker is None:
-            return
-        if not self._ours:
-            with suppress(FileNotFoundError):
-                self._marker.unlink()
-            return
-        beside = self._marker.with_name(f".{self._marker.name}.tmp")
-        beside.write_text(json.dumps([list(address) for address in self._ours.values()]))
-        beside.rename(self._marker)
+            return ""
+        try:
+            if not self._ours:
+                self._marker.unlink(missing_ok=True)
+                return ""
+            beside = self._marker.with_name(f".{self._marker.name}.tmp")
+            beside.write_text(json.dumps([list(address) for address in self._ours.values()]))
+            beside.rename(self._marker)
+        except OSError as e:
+            return f"{self._marker}: {e.strerror}; the folder of --state-dir must be writable and have room"
+        return ""
+
+    def _say_marker(self, why: str) -> None:
+        if why and why not in self._marker_told:
+            self._marker_told.add(why)
+            self._log.error("gid_marker_not_written", why=why, once=True)
+
+
+def _not_for_guests(address: Address) -> str:
+    """Why no guest may have it on the host, or nothing."""
+    ip = ipaddress.ip_address(address.address)
+    if ip.is_loopback or ip.is_multicast or ip.is_unspecified or ip == _BROADCAST:
+        return "it is no address of one host on a network"
+    return ""

@@ -41,11 +41,11 @@ class AddressKeeper(Protocol):
     def add(self, netdev: str, gid: bytes) -> bool:
         """See that `netdev` has the address of `gid`; false when it lacks it and must not be given it (logged)."""
 
-    def remove(self, gid: bytes) -> None:
-        """Take the address away again, if it was ours."""
+    def remove(self, gid: bytes) -> bool:
+        """Take the address away again, if it was ours; whether it was."""
 
-    def clear(self) -> None:
-        """Take every address of ours away."""
+    def clear(self) -> bool:
+        """Take every address of ours away; whether there was one."""
 
 
 class Addresses:
@@ -55,6 +55,10 @@ class Addresses:
         self._device = device
         self._keeper = keeper
         self._gids: dict[int, tuple[bytes, int]] = {}
+        # Until when the kernel may take to make the host's entry of a new GID.
+        self._due_s: dict[int, float] = {}
+        # Until when it may show GIDs whose addresses are gone.
+        self._stale_s = 0.0
         self._known: dict[int, int] = {}
         self._handles: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._log: Any = structlog.get_logger(component="backend_ibv")
@@ -64,21 +68,27 @@ class Addresses:
         host_type = GID_TYPE_ROCE_V1 if guest_type == _GUEST_ROCE_V1 else GID_TYPE_ROCE_V2
         self._gids[index] = (gid, host_type)
         self._known.pop(index, None)
-        if self._find(gid, host_type) is None:
-            self._keeper.add(self.netdev(), gid)
+        now_s = time.monotonic()
+        missing = now_s < self._stale_s or self._find(gid, host_type) is None
+        if missing and self._keeper.add(self.netdev(), gid):
+            self._due_s[index] = now_s + _APPEAR_S
 
     def remove(self, index: int) -> None:
         """Give a GID up."""
         gid, _ = self._gids.pop(index, (b"", 0))
+        self._due_s.pop(index, None)
         self.forget_indices()
-        if gid and not any(gid == other for other, _ in self._gids.values()):
-            self._keeper.remove(gid)
+        still_used = any(gid == other for other, _ in self._gids.values())
+        if gid and not still_used and self._keeper.remove(gid):
+            self._stale_s = time.monotonic() + _APPEAR_S
 
     def clear(self) -> None:
         """Give every GID up."""
         self._gids.clear()
+        self._due_s.clear()
         self.forget_indices()
-        self._keeper.clear()
+        if self._keeper.clear():
+            self._stale_s = time.monotonic() + _APPEAR_S
 
     def forget_indices(self) -> None:
         """The host's table has changed: look GIDs up again, and make address handles again."""
@@ -97,7 +107,7 @@ class Addresses:
         if index not in self._gids:
             raise BackendError(errno.EINVAL, "ibv_modify_qp", f"the guest has no GID {index}")
         gid, host_type = self._gids[index]
-        found = self._await(gid, host_type)
+        found = self._await(gid, host_type, self._due_s.pop(index, 0.0))
         if found is None:
             raise BackendError(
                 errno.EADDRNOTAVAIL, "ibv_modify_qp",
@@ -107,9 +117,9 @@ class Addresses:
         self._known[index] = found
         return found
 
-    def _await(self, gid: bytes, host_type: int) -> int | None:
-        deadline = time.monotonic() + _APPEAR_S
-        while (found := self._find(gid, host_type)) is None and time.monotonic() < deadline:
+    def _await(self, gid: bytes, host_type: int, due_s: float) -> int | None:
+        # Only a GID whose address is new, and that once: the guest's vCPU waits meanwhile.
+        while (found := self._find(gid, host_type)) is None and time.monotonic() < due_s:
             time.sleep(_LOOK_AGAIN_S)
         return found
 

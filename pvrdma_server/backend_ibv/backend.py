@@ -6,6 +6,7 @@ Contract: see backend.py. `wait_fd` becomes readable when `progress` has somethi
 
 import errno
 import itertools
+import os
 import select
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,6 +97,10 @@ class IbvBackend:
             self._watch(self._device.async_fd)
         self.number = itertools.count(1).__next__
         self._qps: dict[int, IbvQp] = {}
+        # The bell is readable as long as there is one.
+        self._flushing: list[HostQp] = []
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._watch(self._bell)
         self._srqs: set[IbvSrq] = set()
         self._gsi = gsi or Gsi()
         self._lost = False
@@ -185,9 +190,19 @@ class IbvBackend:
     def progress(self, budget_bytes: int) -> bool:
         """See `backend.RdmaBackend`."""
         more = self._gsi.progress()
+        more = self._flush_on() or more
         if self._lost:
             return more
-        more = self._drain() or more
+        try:
+            return self._work() or more
+        except BackendError as e:
+            # A device that is there answers these, whatever a guest does; this one goes, and has not said so yet.
+            self.host_trouble(e)
+            self._lose_device()
+            return more
+
+    def _work(self) -> bool:
+        more = self._drain()
         ready: set[int] = set()
         for fd, what in self._epoll.poll(0, _MAX_EVENTS):
             if what & (select.EPOLLERR | select.EPOLLHUP):
@@ -196,9 +211,20 @@ class IbvBackend:
             ready.add(fd)
         if self._device.async_fd in ready:
             self._take_events()
-        if self.cqs.settle(ready):
+        if not self._lost and self.cqs.settle(ready):
             more = self._drain() or more
         return more
+
+    def _flush_on(self) -> bool:
+        """Queue pairs in ERR go on with their flush, each for a turn; true when one has not come to its end."""
+        if not self._flushing:
+            return False
+        os.eventfd_read(self._bell)
+        turn, self._flushing = self._flushing, []
+        for qp in turn:
+            if self._qps.get(qp.qpn) is qp:
+                qp.refill()
+        return bool(self._flushing)
 
     def _drain(self) -> bool:
         touched: dict[IbvQp, None] = {}
@@ -246,6 +272,7 @@ class IbvBackend:
         self.addresses.clear()
         self.cqs.close()
         self._epoll.close()
+        os.close(self._bell)
         self._device.close()
 
     # --- qp.Surroundings ---------------------------------------------------------------------------------------------
@@ -262,6 +289,13 @@ class IbvBackend:
     def forget_qp(self, qp: HostQp) -> None:
         """See `qp.Surroundings`."""
         self._qps.pop(qp.qpn, None)
+
+    def flush_later(self, qp: HostQp) -> None:
+        """See `qp.Surroundings`."""
+        if not self._flushing:
+            os.eventfd_write(self._bell, 1)
+        if qp not in self._flushing:
+            self._flushing.append(qp)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -293,13 +327,14 @@ class IbvBackend:
 
     def _take_events(self) -> None:
         while not self._lost and (event := self._device.next_event()) is not None:
-            self._log.info("host_event", kind=EVENT(event.kind).name)
             self._take_event(event)
 
     def _take_event(self, event: HostEvent) -> None:
         kind = event.kind
         if kind in _PORT_EVENTS:
             if event.element in (self.port, 0):
+                # Queue pairs' events are not logged: a guest can have as many as it likes.
+                self._log.info("host_event", kind=EVENT(kind).name)
                 self.addresses.forget_indices()
                 self.on_event(_PORT_EVENTS[kind], 1)
         elif kind == EVENT.IBV_EVENT_DEVICE_FATAL:
@@ -343,6 +378,9 @@ def _tell_qp(qp: IbvQp, kind: int, *, named: bool) -> None:
 # SRQ limits are the core's own to watch; COMM_EST also shows in the first receive that completes before RTS.
 _QP_ERRORS: Final = {
     int(EVENT.IBV_EVENT_QP_FATAL): int(EqeType.QP_FATAL),
+    # Of the host's queue, not the guest's: whose queue pairs have failed with it.
+    int(EVENT.IBV_EVENT_CQ_ERR): int(EqeType.QP_FATAL),
+    int(EVENT.IBV_EVENT_SRQ_ERR): int(EqeType.QP_FATAL),
     int(EVENT.IBV_EVENT_QP_REQ_ERR): int(EqeType.QP_REQ_ERR),
     int(EVENT.IBV_EVENT_QP_ACCESS_ERR): int(EqeType.QP_ACCESS_ERR),
 }

@@ -72,6 +72,9 @@ class Surroundings(Protocol):
     def forget_qp(self, qp: "HostQp") -> None:
         """The queue pair is gone."""
 
+    def flush_later(self, qp: "HostQp") -> None:
+        """The queue pair has more to flush: call its `refill` soon."""
+
     def host_trouble(self, error: BackendError) -> None:
         """Log an error that no caller can be told of."""
 
@@ -246,6 +249,11 @@ class HostQp:
     def recv_doorbell(self) -> None:
         """Take the guest's receives, or flush them; see work.py."""
         raise NotImplementedError
+
+    def refill(self) -> None:
+        """Completions have made room: take more work, or flush what is left."""
+        self.recv_doorbell()
+        self.send_doorbell()
 
     def _stop(self) -> None:
         """Move to ERR by ourselves, as hardware does after a request that it cannot execute."""

@@ -126,11 +126,6 @@ class IbvQp(WorkingQp):
             self.state = state
             self._owner.state_changed(state)
 
-    def refill(self) -> None:
-        """Completions have made room: take more work, or flush what is left."""
-        self.recv_doorbell()
-        self.send_doorbell()
-
     # --- events ------------------------------------------------------------------------------------------------------
 
     def established(self) -> None:

@@ -14,6 +14,8 @@ from pvrdma_server.errors import BackendError, BadGuestAddress, BadWqe
 
 ATOMIC_BYTES: Final = 8
 _FLUSHED: Final = int(WcStatus.WR_FLUSH_ERR)
+# Requests flushed at once: a process that posts as fast as we flush must not keep the rest of its guest waiting.
+_TURN: Final = 128
 _RECEIVING: Final = (
     int(QpState.INIT),
     int(QpState.RTR),
@@ -143,16 +145,32 @@ class WorkingQp(HostQp):
     def _flush(self) -> None:
         """In ERR: complete what never reached the host, once the host has given back what did."""
         self._settle_sent()
-        if not self._sent:
-            while (wr := self._owner.pop_send()) is not None:
-                self._owner.complete_send(Completion(wr.wr_id, _FLUSHED, 0))
+        more = not self._sent and self._flush_sends()
         if self.srq is None and not self._receives.posted:
             while self._flags.flushes:
                 wr_id, status = self._flags.flushes.popleft()
                 self._owner.complete_recv(
                     Completion(wr_id, status, int(WcOpcode.RECV)), solicited=True
                 )
-            while (recv := self._owner.pop_recv()) is not None:
-                self._owner.complete_recv(
-                    Completion(recv.wr_id, _FLUSHED, int(WcOpcode.RECV)), solicited=True
-                )
+            more = self._flush_receives() or more
+        if more:
+            self._around.flush_later(self)
+
+    def _flush_sends(self) -> bool:
+        """A turn of it; true when there may be more."""
+        for _ in range(_TURN):
+            wr = self._owner.pop_send()
+            if wr is None:
+                return False
+            self._owner.complete_send(Completion(wr.wr_id, _FLUSHED, 0))
+        return True
+
+    def _flush_receives(self) -> bool:
+        for _ in range(_TURN):
+            wr = self._owner.pop_recv()
+            if wr is None:
+                return False
+            self._owner.complete_recv(
+                Completion(wr.wr_id, _FLUSHED, int(WcOpcode.RECV)), solicited=True
+            )
+        return True

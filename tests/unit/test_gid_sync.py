@@ -104,3 +104,55 @@ def test_policy_check_changes_nothing_and_says_it_once() -> None:
         assert not sync.add("d0", V4)
     assert [log["event"] for log in logs] == ["gid_address_missing"]
     assert not netlink.addresses
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENODEV])
+def test_what_is_not_a_matter_of_rights_does_not_ask_for_them(error: int) -> None:
+    with capture_logs() as logs:
+        assert not GidSync(Policy.ADD, None, FakeNetlink(refuses=error)).add("d0", V4)
+    assert "CAP_NET_ADMIN" not in logs[0]["why"]
+
+
+@pytest.mark.parametrize("last", ["127.0.0.1", "224.0.0.1", "0.0.0.0", "255.255.255.255"])
+def test_what_is_no_host_s_address_is_not_added(last: str) -> None:
+    netlink = FakeNetlink()
+    gid = V4[:12] + bytes(int(part) for part in last.split("."))
+    assert not GidSync(Policy.ADD, None, netlink).add("d0", gid)
+    for v6 in (bytes(15) + b"\x01", bytes(16), b"\xff\x02" + bytes(14)):
+        assert not GidSync(Policy.ADD, None, netlink).add("d0", v6)
+    assert not netlink.addresses
+
+
+def test_no_address_without_its_marker(tmp_path: Path) -> None:
+    """What a crash would leave for ever is not added, and a full disk ends no server."""
+    netlink = FakeNetlink()
+    sync = GidSync(Policy.ADD, tmp_path / "gone" / "gids.json", netlink)
+    with capture_logs() as logs:
+        assert not sync.add("d0", V4)
+    assert not netlink.addresses
+    assert "--state-dir" in logs[-1]["why"]
+
+
+def test_a_marker_that_cannot_be_written_later_is_reported_once(tmp_path: Path) -> None:
+    folder, netlink = tmp_path / "state", FakeNetlink()
+    folder.mkdir()
+    sync = GidSync(Policy.ADD, folder / "gids.json", netlink)
+    for gid in (V4, GLOBAL, LINK_LOCAL):
+        assert sync.add("d0", gid)
+    (folder / "gids.json").unlink()
+    folder.rmdir()
+    with capture_logs() as logs:
+        sync.clear()
+    assert not netlink.addresses
+    assert [log["event"] for log in logs].count("gid_marker_not_written") == 1
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_a_guest_with_many_addresses_fills_no_log(policy: Policy) -> None:
+    sync = GidSync(policy, None, FakeNetlink())
+    with capture_logs() as logs:
+        for number in range(2000):
+            gid = GLOBAL[:12] + number.to_bytes(4, "big")
+            sync.add("d0", gid)
+            sync.remove(gid)
+    assert 100 < len(logs) <= 256
