@@ -4,194 +4,58 @@ The hub has the CM class of rxe0, the VMs' device; the kernel's ib_cm, loaded af
 """
 
 import errno
-import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import cm
 import pytest
 from cm import A
-from guest import CommandFailed, Cq, Kernel, Qp, UserProcess
+from guest import CommandFailed, Cq, Qp
 from guest_cm import (
-    CmAgent,
-    Connection,
     Rejected,
     accept,
     connect,
     request,
 )
 from guest_srq import Ah
-from host_peer import PEER_ADDRESS, PEER_DEVICE, ended, in_peer, v4_gid
+from host_cm import (
+    ADDRESSES,
+    END_S,
+    LENGTH,
+    MESSAGES,
+    OK,
+    UCMATOSE_PORT,
+    Guest,
+    bare_metal,
+    booted,
+    connects,
+    exchange,
+    is_connected_to,
+    make_server,
+    rc_qp,
+    ucmatose,
+)
+from host_peer import PEER_ADDRESS, v4_gid
 from host_server import HostServer
-from hub_process import HubProcess, cm_ids, kernel_has_cm, load_cm, unload_cm
+from hub_process import HubProcess
 
 from pvrdma_server.abi.pvrdma_verbs import QpType
-from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus
 
-pytestmark = [pytest.mark.host, pytest.mark.timeout(300)]
-OK = int(WcStatus.SUCCESS)
+pytestmark = [
+    pytest.mark.host,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("nothing_stays"),
+]
 PEER_GID = v4_gid(PEER_ADDRESS)
-ADDRESSES = ("10.9.0.121", "10.9.0.122")
-UCMATOSE_PORT, UDADDY_PORT = 7471, 7174
-# What the programs send: so many messages of such length, both ways.
-MESSAGES, LENGTH = 10, 100
-END_S = 90.0
+UDADDY_PORT = 7174
 MANY = 200
-
-
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
-    """The hub on rxe0, and ib_cm behind it."""
-    if kernel_has_cm("rxe0"):
-        unload_cm()
-    made = HubProcess(tmp_path_factory.mktemp("h"))
-    made.start()
-    load_cm()
-    assert not kernel_has_cm("rxe0")
-    assert kernel_has_cm("rxe1")
-    yield made
-    assert made.end() == 0, made.log.read_text()
-
-
-def make_server(folder: Path, hub: HubProcess, address: str) -> HostServer:
-    """A server on rxe0 that is not started yet; the hub calls it by its address."""
-    return HostServer(folder, "rxe0", address, more=("--mad-hub", hub.socket, "--name", address))
-
-
-@pytest.fixture(scope="module")
-def servers(
-    hub: HubProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[HostServer, ...]]:
-    made = tuple(make_server(tmp_path_factory.mktemp("s"), hub, at) for at in ADDRESSES)
-    for server in made:
-        server.start()
-    yield made
-    for server in made:
-        assert server.end() == 0, server.log.read_text()
-
-
-class Guest:
-    """A guest with its driver loaded, its GID, and its connection manager, whose ids start as every guest's do."""
-
-    def __init__(self, server: HostServer, first_id: int = 1) -> None:
-        self.server = server
-        self.gid: bytes = server.gid
-        self.bus = server.connect()
-        self.driver = self.bus.boot()
-        self.kernel = Kernel(self.driver)
-        self.kernel.add_gid(self.gid)
-        self.agent = CmAgent(self.kernel, self.gid, first_id=first_id)
-        self.process = UserProcess(self.driver)
-
-    def relay(self) -> dict[str, Any]:
-        relay: dict[str, Any] = self.server.status()["mad_relay"]
-        return relay
-
-    def close(self) -> None:
-        self.bus.close()
-
-
-@contextmanager
-def booted(server: HostServer) -> Iterator[Guest]:
-    guest = Guest(server)
-    try:
-        yield guest
-    finally:
-        guest.close()
-
-
-@pytest.fixture
-def guest(servers: tuple[HostServer, ...]) -> Iterator[Guest]:
-    with booted(servers[0]) as made:
-        yield made
-
-
-@pytest.fixture
-def other(servers: tuple[HostServer, ...]) -> Iterator[Guest]:
-    with booted(servers[1]) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays(hub: HubProcess) -> Iterator[None]:
-    """Every test leaves neither bare metal nor hub with a connection."""
-    yield
-    hub.wait_for("idle", lambda now: not any(c["connections"] for c in now["clients"]))
-    deadline = time.monotonic() + END_S
-    while left := cm_ids(PEER_DEVICE):
-        assert time.monotonic() < deadline, f"bare metal still has {left}"
-        time.sleep(0.1)
-
-
-class Program:
-    """A program of rdmacm-utils on bare metal."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self.process = process
-
-    def finish(self) -> str:
-        output, _ = self.process.communicate(timeout=END_S)
-        assert self.process.returncode == 0, output
-        return output
-
-
-@contextmanager
-def bare_metal(words: str, *, listens: bool = False) -> Iterator[Program]:
-    """A running program; a server is waited for until it listens."""
-    with ended(in_peer(words.split())) as process:
-        deadline = time.monotonic() + END_S
-        while listens and not any(entry["state"] == "LISTEN" for entry in cm_ids(PEER_DEVICE)):
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline, f"{words} does not listen"
-            time.sleep(0.05)
-        yield Program(process)
-
-
-def ucmatose(more: str = "") -> str:
-    return f"ucmatose -b {PEER_ADDRESS} {more}"
-
-
-def exchange(connection: Connection, buffer: Any, *, first: bool) -> None:
-    """The game of ucmatose: the server sends, then the client."""
-    qp = connection.qp
-
-    def send() -> None:
-        for number in range(MESSAGES):
-            qp.send(buffer.sge(), wr_id=number)
-        assert {wc.status for wc in qp.send_cq.wait(MESSAGES)} == {OK}
-
-    if first:
-        send()
-    received = qp.recv_cq.wait(MESSAGES)
-    assert [(wc.status, wc.byte_len) for wc in received] == [(OK, LENGTH)] * MESSAGES
-    if not first:
-        send()
-
-
-def rc_qp(guest: Guest) -> tuple[Qp, Any]:
-    """A queue pair with the program's receives posted, and its memory."""
-    buffer = guest.process.mr(LENGTH)
-    qp = Qp(guest.process, recv_cq=guest.process.cq())
-    qp.to_init()
-    for number in range(MESSAGES):
-        qp.post_recv(buffer.sge(), wr_id=number)
-    return qp, buffer
 
 
 # --- both directions -------------------------------------------------------------------------------------------------
 
 
 def test_guest_connects_to_ucmatose(guest: Guest, hub: HubProcess) -> None:
-    with bare_metal(ucmatose(), listens=True) as program:
-        qp, buffer = rc_qp(guest)
-        connection = connect(guest.agent, qp, PEER_GID, UCMATOSE_PORT)
-        assert hub.client(ADDRESSES[0])["established"] == 1
-        exchange(connection, buffer, first=False)
-        connection.await_disconnect()
-        program.finish()
+    connects(guest, lambda: hub.client(ADDRESSES[0])["established"] == 1)
     relay = guest.relay()
     assert relay["state"] == "connected"
     assert relay["gids"][guest.gid.hex()]["state"] == "owned"
@@ -199,12 +63,7 @@ def test_guest_connects_to_ucmatose(guest: Guest, hub: HubProcess) -> None:
 
 
 def test_ucmatose_connects_to_guest(guest: Guest) -> None:
-    with bare_metal(ucmatose(f"-s {guest.server.address}")) as program:
-        qp, buffer = rc_qp(guest)
-        connection = accept(guest.agent, qp, UCMATOSE_PORT).finish()
-        exchange(connection, buffer, first=True)
-        connection.disconnect()
-        program.finish()
+    is_connected_to(guest)
 
 
 @pytest.mark.parametrize("role", ["client", "server"])
