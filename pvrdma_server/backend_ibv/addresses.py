@@ -162,7 +162,7 @@ class Addresses:
             with giving_back("ibv_destroy_ah"):
                 oldest.close()
         attr = ah_attr_of_av(ud.av, self.host_index(ud.av.sgid_index), self._device.port)
-        with verb("ibv_create_ah", f"nobody answers for {gid_text(ud.av.dgid)}"):
+        with verb("ibv_create_ah", f"a datagram to {gid_text(ud.av.dgid)}"):
             made = AH(pd.pd, attr=attr)
         self._handles[key] = made
         return made

@@ -30,6 +30,8 @@ GID_TYPE_ROCE_V2: Final = 2
 # The guest's wire fields have 32 bits, and its driver allocates tables by some of them.
 _MAX_COUNT: Final = 1 << 20
 _DEFAULT_HOP_LIMIT: Final = 64
+# The kernel asks for the peer's hardware address, a second at most, and has these when there is no answer or no way.
+_UNREACHABLE: Final = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _told: Final[set[str]] = set()
 # pyverbs has loaded it already.
 _verbs_library: Final = ctypes.CDLL("libibverbs.so.1")
@@ -93,6 +95,8 @@ def _advice(code: int, advice: str) -> str:
         return "; the host device is gone or reset: bring it back, then restart this server and the VM's device"
     if code == errno.EPERM:
         return "; the server's user needs /dev/infiniband/uverbs* (group rdma)"
+    if code in _UNREACHABLE:
+        return f"; {advice}: nobody answers there; see its address, and the route to it over the port's netdev"
     return f"; {advice}" if advice and code in (errno.ENOMEM, errno.EAGAIN, errno.EINVAL) else ""
 
 

@@ -14,7 +14,7 @@ from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pvrdma_server.abi.pvrdma_verbs import QpAttr, QpAttrMask, QpState, QpType
 from pvrdma_server.abi.vmw_pvrdma_abi import Sge
 from pvrdma_server.backend import BackendLimits, QpInit, QpOwner, Ud
-from pvrdma_server.backend_ibv.host import ah_attr_of_qp, giving_back, verb
+from pvrdma_server.backend_ibv.host import ah_attr_of_qp, gid_text, giving_back, verb
 from pvrdma_server.backend_ibv.memory import IbvPd, Registrar
 from pvrdma_server.backend_ibv.queues import CompletionQueues, HostCq
 from pvrdma_server.backend_ibv.receives import Receives
@@ -189,7 +189,10 @@ class HostQp:
         host = QPAttr(qp_state=target)
         if not stopping:
             self._fill(host, attr, mask)
-        with verb("ibv_modify_qp", f"state {self.state} to {target}, attributes {mask:#x}"):
+        what = f"state {self.state} to {target}, attributes {mask:#x}"
+        if mask & QpAttrMask.AV:
+            what += f", peer {gid_text(attr.ah_attr.grh.dgid)}"
+        with verb("ibv_modify_qp", what):
             self.qp.modify(host, mask & _PASSED_MASK)
         self._flags.stopped |= target == QpState.ERR
         self.state = target

@@ -9,8 +9,10 @@ region, its use has ended before the client is answered; when the same memory co
 the same keys. Memory that comes back as another file's leaves a user's region dead until the guest registers anew.
 """
 
+import ctypes
 import errno
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -254,6 +256,20 @@ class Registrar:
             if sge.addr < mr.start or sge.addr + sge.length > mr.start + mr.length:
                 return False
         return True
+
+    def peek(self, pd: IbvPd, sges: tuple[Sge, ...], length: int) -> bytes:
+        """The first bytes that lie in `sges`; fewer than `length` where an element is not to be had any more."""
+        found = b""
+        for sge in sges:
+            take = min(sge.length, length - len(found))
+            mr = pd.mrs.get(sge.lkey)
+            if mr is not None and mr.start <= sge.addr <= mr.start + mr.length - take:
+                first_page = mr.start - mr.start % PAGE_SIZE
+                found += ctypes.string_at(mr.mapping.address + sge.addr - first_page, take)
+            elif sge.lkey in pd.dma_keys:
+                with suppress(BadGuestAddress):
+                    found += b"".join(self._memory.views_untrusted(sge.addr, take))
+        return found
 
     def reg_dma_mr(self, pd: IbvPd, _access: int) -> IbvDmaMr:
         """A key for all of guest memory by bus address; nothing is pinned until a work request uses it."""

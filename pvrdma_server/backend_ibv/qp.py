@@ -12,6 +12,13 @@ have on hardware.
 
 from typing import Any, Final
 
+from pvrdma_server.abi.mad import (
+    GRH_SIZE,
+    NEXT_HDR_IBA,
+    is_v4_mapped,
+    network_hdr_type,
+    parse_grh_area,
+)
 from pvrdma_server.abi.pvrdma_dev_api import EqeType
 from pvrdma_server.abi.pvrdma_verbs import QpState
 from pvrdma_server.abi.vmw_pvrdma_abi import NetworkHdrType, WcFlags, WcOpcode, WcStatus
@@ -23,6 +30,7 @@ from pvrdma_server.errors import BackendError
 
 # ibv_wc_flags -> ours. Source: verbs.h IBV_WC_GRH, IBV_WC_WITH_IMM, IBV_WC_WITH_INV.
 _WC_GRH, _WC_WITH_IMM, _WC_WITH_INV = 1, 2, 8
+_NEXT_HDR_AT: Final = 6  # in a GRH, as in an IPv6 header
 _SUCCESS: Final = int(WcStatus.SUCCESS)
 _FLUSHED: Final = int(WcStatus.WR_FLUSH_ERR)
 # What the host writes to the local elements of.
@@ -83,7 +91,7 @@ class IbvQp(WorkingQp):
         if self.state == QpState.RTR:
             self.established()
         # The host does not say whether the sender asked for an event: an event too many is legal.
-        self._owner.complete_recv(self._received_wc(wc, taken.wr_id), solicited=True)
+        self._owner.complete_recv(self._received_wc(wc, taken), solicited=True)
 
     def _true_recv_status(self, taken: Taken, status: int) -> int:
         if taken.dead and status != _FLUSHED:
@@ -98,7 +106,7 @@ class IbvQp(WorkingQp):
             )  # soft-RoCE has one status for all that is wrong with a receive
         return status
 
-    def _received_wc(self, wc: Any, wr_id: int) -> Completion:
+    def _received_wc(self, wc: Any, taken: Taken) -> Completion:
         host_flags = int(wc.wc_flags)
         flags = (
             (int(WcFlags.GRH) if self._datagram and host_flags & _WC_GRH else 0)
@@ -106,12 +114,21 @@ class IbvQp(WorkingQp):
             | (int(WcFlags.WITH_INVALIDATE) if host_flags & _WC_WITH_INV else 0)
         )
         return Completion(
-            wr_id, _SUCCESS, int(wc.opcode), int(wc.byte_len),
+            taken.wr_id, _SUCCESS, int(wc.opcode), int(wc.byte_len),
             imm=int(wc.imm_data).to_bytes(4, "little"),
             src_qp=int(wc.src_qp) if self._datagram else self._peer_qpn,
             wc_flags=flags, sl=int(wc.sl),
-            network_hdr_type=int(NetworkHdrType.IPV4) if self._datagram else 0,
+            network_hdr_type=self._network_hdr_type(taken) if self._datagram else 0,
         )  # fmt: skip
+
+    def _network_hdr_type(self, taken: Taken) -> int:
+        """What the datagram came with. The host does not say so; the header in front of its data does."""
+        area = self._around.registrar.peek(taken.pd, taken.sges, GRH_SIZE)
+        if len(area) < GRH_SIZE:
+            return int(NetworkHdrType.IPV4)
+        gids = parse_grh_area(area)
+        roce_v2 = is_v4_mapped(gids[0]) or area[_NEXT_HDR_AT] != NEXT_HDR_IBA
+        return int(network_hdr_type(*gids, roce_v2=roce_v2))
 
     def _noticed_error(self) -> None:
         """A completion failed: the host has moved the queue pair, or will not have (SQE, a receive's own error)."""

@@ -11,12 +11,13 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from guest import GuestRam, Kernel, Machine, Qp, UserProcess, connect
+from guest import Ah, CommandFailed, GuestRam, Kernel, Machine, Qp, UserProcess, connect
 from host_peer import v4_gid
+from structlog.testing import capture_logs
 
 from pvrdma_server.abi import vmw_pvrdma_abi as abi
 from pvrdma_server.abi.pvrdma_dev_api import EqeType
-from pvrdma_server.abi.pvrdma_verbs import QpState, SendFlags
+from pvrdma_server.abi.pvrdma_verbs import QpState, QpType, SendFlags
 from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus
 from pvrdma_server.backend_ibv import IbvBackend, IbvConfig
 from pvrdma_server.backend_ibv.addresses import Addresses
@@ -207,6 +208,39 @@ def test_a_long_flush_takes_turns(device: FailingDevice) -> None:
     while device.machine.device.progress(1 << 20):
         pass
     assert [(wc.status, wc.wr_id) for wc in pair.cq.poll()] == [(FLUSHED, n) for n in range(count)]
+
+
+def test_peer_that_does_not_answer_is_named(device: FailingDevice) -> None:
+    qp = Qp(Pair(device).process)
+    qp.to_init()
+    with capture_logs() as logs, pytest.raises(CommandFailed) as caught:
+        qp.to_rtr(dest_qpn=1, dgid=v4_gid("10.9.0.77"))
+    assert caught.value.err in (errno.ETIMEDOUT, errno.EHOSTUNREACH)
+    assert "peer 0000:0000:0000:0000:0000:ffff:0a09:004d: nobody answers there" in logs[0]["error"]
+
+
+@pytest.mark.parametrize(("version", "sl", "network"), [(4, 2, 1), (6, 1, 2)])
+@pytest.mark.parametrize("who", ["process", "kernel"])
+def test_datagrams_tell_what_they_came_with(
+    device: FailingDevice, who: str, version: int, sl: int, network: int
+) -> None:
+    """A process finds it in place of the service level."""
+    there = [entry.gid for entry in device.backend._device.gids() if entry.gid_type == 2]
+    gid = GID if version == 4 else next(gid for gid in there if gid[:2] == b"\xfe\x80")
+    kernel = Kernel(device.machine.boot())
+    kernel.add_gid(gid)
+    ctx: Any = kernel if who == "kernel" else UserProcess(kernel.driver)
+    a, b = (Qp(ctx, QpType.UD).ready() for _ in range(2))
+    buffer = kernel.buffer(4096) if who == "kernel" else ctx.mr(4096, offset=8)
+    b.post_recv(buffer.sge(0, 16), buffer.sge(16, 84), wr_id=1)
+    a.send_to(Ah(gid), b.qpn, buffer.sge(200, 60), wr_id=2)
+    deadline = time.monotonic() + WAIT_S
+    while not (done := b.recv_cq.poll()):
+        assert time.monotonic() < deadline
+    (wc,) = done
+    assert (wc.status, wc.wr_id, wc.byte_len) == (OK, 1, 100)
+    assert wc.network_hdr_type == network
+    assert who == "kernel" or wc.sl == sl
 
 
 class Port:
