@@ -197,7 +197,7 @@ _ARMS: Final = {
 
 # The kernel driver copies neither smac nor a VLAN id, so SMAC and VLAN are never set; rdma-core passes the flags raw
 # and numbers them differently (4 is IP_CSUM_OK, 8 WITH_INV there), so a user's CQ gets only the two both agree on.
-# Plain integers: to "and" an enumeration costs a microsecond.
+# Plain integers: to "and" an enumeration takes 0.6 us, forty times as long.
 _GRH: Final = int(WcFlags.GRH)
 _NETWORK_HDR_TYPE: Final = int(WcFlags.WITH_NETWORK_HDR_TYPE)
 _KERNEL_FLAGS: Final = int(WcFlags.GRH | WcFlags.WITH_IMM | WcFlags.WITH_INVALIDATE)
