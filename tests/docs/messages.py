@@ -81,6 +81,8 @@ def _words(call: ast.Call) -> str | None:
     literals = [_literal(node) for node in call.args[:2]]
     if name == "_report" and literals and literals[0] in LOGGED:
         return literals[-1]
+    if name == "_tell" and literals:
+        return literals[-1]
     if name == "_warn" or (name in LOGGED and isinstance(call.func, ast.Attribute)):
         return literals[0] if literals else None
     return None
