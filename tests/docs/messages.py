@@ -79,9 +79,7 @@ def _words(call: ast.Call) -> str | None:
         return _longest(call.args[:1])
     # Helpers that log once, or so many times, have these names everywhere.
     literals = [_literal(node) for node in call.args[:2]]
-    if name == "_report" and literals and literals[0] in LOGGED:
-        return literals[-1]
-    if name == "_tell" and literals:
+    if literals and (name == "_tell" or (name == "_report" and literals[0] in LOGGED)):
         return literals[-1]
     if name == "_warn" or (name in LOGGED and isinstance(call.func, ast.Attribute)):
         return literals[0] if literals else None
