@@ -80,3 +80,5 @@ def test_folders_of_the_units_are_made_by_tmpfiles() -> None:
     for service in SERVICES:
         for path in re.findall(r"^ReadWritePaths=-?(\S+)$", service.read_text(), re.M):
             assert path in made
+        for name in re.findall(r"^StateDirectory=(\S+)$", service.read_text(), re.M):
+            assert f"/var/lib/{name}" in made
