@@ -128,9 +128,10 @@ def _with_passed_socket(settings: Settings, config: Path | None) -> Settings:
     """The socket that systemd passes takes the place of --socket-path, whose path must be the same."""
     fd = take_listening_fd(os.environ)
     if fd is None:
-        if settings.fd is not None and settings.socket_path is None:
-            check_listening(settings.fd, "--fd")
-        return settings
+        if settings.fd is None or settings.socket_path is not None:
+            return settings
+        path = check_listening(settings.fd, "--fd")
+        return replace(settings, name=identity_of(replace(settings, socket_path=path), config))
     if settings.fd is not None:
         raise ConfigError("systemd passes a socket: leave --fd away")
     path = check_listening(fd, "the socket unit")

@@ -293,6 +293,19 @@ def test_a_socket_that_systemd_passes_is_served_and_outlives_the_server(
     assert not any(record["event"] == "restart_needed" for record in service.records())
 
 
+def test_an_inherited_socket_names_the_vm_as_its_path_would(make: Callable[..., Service]) -> None:
+    service = make()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(service.socket)
+        listener.listen()
+        fd = listener.fileno()
+        words = ["--fd", str(fd), "--status-socket", service.control]
+        service.start(argv=[sys.executable, "-m", "pvrdma_server", *words], pass_fds=(fd,))
+        service.hears("READY=1")
+    assert ask(service.control, "status")["name"] == service.socket
+    assert service.end() == 0
+
+
 def test_a_socket_at_another_path_than_the_files_is_refused(make: Callable[..., Service]) -> None:
     service = make()
     with socket.socket(socket.AF_UNIX) as listener:
