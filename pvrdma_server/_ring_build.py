@@ -17,34 +17,39 @@ int ring_linger(const uint64_t *head, uint64_t head_seen, const uint64_t *room, 
                 const uint8_t *stop, int64_t limit_ns);
 
 struct ring_piece { uint64_t address, length; uint8_t *memory; };
+struct ring_patience { int64_t each_ns, all_ns; };
 
 struct ring_landing {
-    uint8_t *data; uint64_t capacity, tail, head;
+    uint8_t *data; uint64_t capacity, tail, head, told, *words;
     uint32_t dst_qpn, src_qpn, psn, rkey, max_length, limit;
-    uint64_t limit_bytes;
+    uint64_t limit_bytes; struct ring_patience patience;
     struct ring_piece piece;
     uint64_t address, total, done;
     uint32_t messages, unanswered; uint64_t bytes;
 };
 void ring_land_writes(struct ring_landing *);
 
-struct ring_sent { uint64_t wr_id, remote_addr, addr; uint32_t length, rkey, flags, unused; };
+struct ring_sent { uint64_t wr_id, remote_addr, addr; uint32_t length, rkey, flags, messages; };
+
+struct ring_room {
+    uint8_t *data; uint64_t *words, capacity, head, tail, reserve; struct ring_patience patience;
+};
 
 struct ring_posting {
     const uint32_t *prod_tail; uint32_t cons_head, index_mask;
     const uint8_t *entries; uint32_t entry_size, slots, lkey, max_length, limit;
     uint64_t limit_bytes;
     struct ring_piece piece;
-    uint8_t *data; uint64_t *head_word; uint64_t capacity, head, tail, reserve;
-    uint32_t dst_qpn, src_qpn, psn;
-    uint32_t messages; uint64_t bytes;
+    struct ring_room to;
+    uint32_t dst_qpn, src_qpn, psn, chunk;
+    uint32_t entries_taken, messages; uint64_t bytes;
     struct ring_sent sent[256];
 };
 void ring_post_writes(struct ring_posting *);
 
 struct ring_chunks {
     struct ring_piece piece;
-    uint8_t *data; uint64_t *head_word; uint64_t capacity, head, tail, reserve;
+    struct ring_room to;
     uint32_t kind, flags, imm, dst_qpn, src_qpn, rkey, chunk, ack_every, limit;
     uint64_t psn, addr, remote_addr, total, offset, limit_bytes;
     uint32_t messages; uint64_t bytes;
@@ -124,32 +129,37 @@ enum { OPCODE_RDMA_WRITE = 0, SIGNALED = 2 };
 enum { TAIL = 8, ALIGN = 63, PSN_MASK = 0xffffff, MAX_MESSAGE = 1 << 30 };
 
 struct ring_piece { uint64_t address, length; uint8_t *memory; };
+struct ring_patience { int64_t each_ns, all_ns; };
 
 struct ring_landing {
-    uint8_t *data; uint64_t capacity, tail, head;
+    uint8_t *data; uint64_t capacity, tail, head, told, *words;
     uint32_t dst_qpn, src_qpn, psn, rkey, max_length, limit;
-    uint64_t limit_bytes;
+    uint64_t limit_bytes; struct ring_patience patience;
     struct ring_piece piece;
     uint64_t address, total, done;
     uint32_t messages, unanswered; uint64_t bytes;
 };
 
-struct ring_sent { uint64_t wr_id, remote_addr, addr; uint32_t length, rkey, flags, unused; };
+struct ring_sent { uint64_t wr_id, remote_addr, addr; uint32_t length, rkey, flags, messages; };
+
+struct ring_room {
+    uint8_t *data; uint64_t *words, capacity, head, tail, reserve; struct ring_patience patience;
+};
 
 struct ring_posting {
     const uint32_t *prod_tail; uint32_t cons_head, index_mask;
     const uint8_t *entries; uint32_t entry_size, slots, lkey, max_length, limit;
     uint64_t limit_bytes;
     struct ring_piece piece;
-    uint8_t *data; uint64_t *head_word; uint64_t capacity, head, tail, reserve;
-    uint32_t dst_qpn, src_qpn, psn;
-    uint32_t messages; uint64_t bytes;
+    struct ring_room to;
+    uint32_t dst_qpn, src_qpn, psn, chunk;
+    uint32_t entries_taken, messages; uint64_t bytes;
     struct ring_sent sent[256];
 };
 
 struct ring_chunks {
     struct ring_piece piece;
-    uint8_t *data; uint64_t *head_word; uint64_t capacity, head, tail, reserve;
+    struct ring_room to;
     uint32_t kind, flags, imm, dst_qpn, src_qpn, rkey, chunk, ack_every, limit;
     uint64_t psn, addr, remote_addr, total, offset, limit_bytes;
     uint32_t messages; uint64_t bytes;
@@ -158,6 +168,25 @@ struct ring_chunks {
 static bool within(const struct ring_piece *p, uint64_t address, uint64_t length)
 {
     return address >= p->address && length <= p->length && address - p->address <= p->length - length;
+}
+
+/* The control words; see shm_ring.py. */
+enum { HEAD = 0, WANTS = 16, TAIL_WORD = 48, ASLEEP = 64 };
+/* How much is consumed before the producer is told. */
+enum { TELL = 64 << 10 };
+
+/* Looks a little, as part of `*each_ns`; false: that is over, or what a whole call may wait. */
+static bool wait_a_little(struct ring_patience *patience, int64_t *each_ns)
+{
+    if (*each_ns <= 0 || patience->all_ns <= 0)
+        return false;
+    int64_t started_ns = now_ns();
+    for (int i = 0; i < 16; i++)
+        relax();
+    int64_t took_ns = now_ns() - started_ns + 1;
+    *each_ns -= took_ns;
+    patience->all_ns -= took_ns;
+    return true;
 }
 
 static uint64_t record_size(uint64_t length) { return sizeof(struct header) + ((length + ALIGN) & ~(uint64_t)ALIGN); }
@@ -186,23 +215,76 @@ static void copy_in(uint8_t *data, uint64_t capacity, uint64_t to, const uint8_t
     memcpy(data + ((to + first) & (capacity - 1)), from + first, length - first);
 }
 
+/* Whether `size` bytes are there to be consumed. In the middle of a message the producer is waited for, for
+   waking up costs more, but not for long: it may wait for us. An index that cannot be is left for the caller. */
+static bool arrived(struct ring_landing *t, uint64_t size, bool in_the_middle)
+{
+    int64_t each_ns = t->patience.each_ns;
+    while (t->head - t->tail < size) {
+        uint64_t head = __atomic_load_n(&t->words[HEAD], __ATOMIC_ACQUIRE);
+        if (head == t->head) {
+            if (!in_the_middle || !wait_a_little(&t->patience, &each_ns))
+                return false;
+        } else if (head < t->head || head - t->tail > t->capacity || head & ALIGN) {
+            return false;
+        } else {
+            t->head = head;
+            each_ns = t->patience.each_ns;
+        }
+    }
+    return true;
+}
+
+/* Tells the producer of room now and then; false: its bell is to be rung. */
+static bool consumed(struct ring_landing *t)
+{
+    if (t->tail - t->told < TELL)
+        return true;
+    __atomic_store_n(&t->words[TAIL_WORD], t->tail, __ATOMIC_RELEASE);
+    t->told = t->tail;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    return !__atomic_load_n(&t->words[WANTS], __ATOMIC_RELAXED)
+           || __atomic_load_n(&t->words[HEAD], __ATOMIC_RELAXED) - t->tail > t->capacity / 4 * 3;
+}
+
+/* Whether there is room for `size` bytes beside the reserve; waits likewise, unless the consumer sleeps. */
+static bool has_room(struct ring_room *r, uint64_t size)
+{
+    int64_t each_ns = r->patience.each_ns;
+    while (r->head + size - r->tail > r->capacity - r->reserve) {
+        uint64_t tail = __atomic_load_n(&r->words[TAIL_WORD], __ATOMIC_ACQUIRE);
+        if (tail == r->tail) {
+            if (__atomic_load_n(&r->words[ASLEEP], __ATOMIC_RELAXED) || !wait_a_little(&r->patience, &each_ns))
+                return false;
+        } else if (tail < r->tail || tail > r->head || tail & ALIGN) {
+            return false;
+        } else {
+            r->tail = tail;
+            each_ns = r->patience.each_ns;
+        }
+    }
+    return true;
+}
+
+static void publish(struct ring_room *r) { __atomic_store_n(&r->words[HEAD], r->head, __ATOMIC_RELEASE); }
+
 /* Takes messages as long as each is the part of a WRITE that follows the one before, into this piece of memory. A
    WRITE that is under way has `done` of `total` bytes at `address`; `total` 0: there is none. The header is a snapshot;
    the producer may change anything at any time and spoils its own data only. */
 void ring_land_writes(struct ring_landing *t)
 {
     t->messages = t->unanswered = 0, t->bytes = 0;
-    for (; t->messages < t->limit && t->bytes < t->limit_bytes; t->messages++) {
+    for (; t->messages < t->limit && t->bytes < t->limit_bytes && consumed(t); t->messages++) {
         struct header h;
-        uint64_t at = t->tail & (t->capacity - 1), there = t->head - t->tail;
-        if (there < sizeof h)
+        uint64_t at = t->tail & (t->capacity - 1);
+        if (!arrived(t, sizeof h, t->total))
             return;
         memcpy(&h, t->data + at, sizeof h);
         __asm__ volatile("" ::: "memory"); /* what is checked is what is used */
         bool first = h.flags & FIRST, last = h.flags & LAST;
         if (h.kind != WRITE || h.version != VERSION || h.flags & ~(FIRST | LAST | SOLICITED | ACK_REQUEST)
             || h.dst_qpn != t->dst_qpn || h.src_qpn != t->src_qpn || h.psn != t->psn || first == (t->total != 0)
-            || !h.length || h.length > t->max_length || record_size(h.length) > there)
+            || !h.length || h.length > t->max_length || record_size(h.length) > t->head - t->tail)
             return;
         uint64_t address = first ? h.remote_addr : t->address, total = first ? h.total : t->total;
         uint64_t done = first ? 0 : t->done, end = done + h.length;
@@ -222,21 +304,18 @@ void ring_land_writes(struct ring_landing *t)
 void ring_land_response(struct ring_landing *t)
 {
     t->messages = 0, t->bytes = 0;
-    for (; t->messages < t->limit && t->bytes < t->limit_bytes && t->done < t->total; t->messages++) {
+    for (; t->messages < t->limit && t->bytes < t->limit_bytes && t->done < t->total && consumed(t); t->messages++) {
         struct header h;
-        uint64_t at = t->tail & (t->capacity - 1), there = t->head - t->tail;
-        if (there < sizeof h)
+        uint64_t at = t->tail & (t->capacity - 1);
+        if (!arrived(t, sizeof h, true))
             return;
         memcpy(&h, t->data + at, sizeof h);
         __asm__ volatile("" ::: "memory");
         uint64_t end = t->done + h.length;
         if (h.kind != READ_RESPONSE || h.version != VERSION || h.flags & ~LAST || h.dst_qpn != t->dst_qpn
             || h.src_qpn != t->src_qpn || h.psn != t->psn || h.offset != t->done || !h.length
-            || h.length > t->max_length || record_size(h.length) > there || end > t->total
+            || h.length > t->max_length || record_size(h.length) > t->head - t->tail || end > t->total
             || (h.flags == LAST) != (end == t->total) || !within(&t->piece, t->address, t->total))
-            return;
-        /* The last part goes the usual way, which completes the request. */
-        if (end == t->total)
             return;
         copy_out(t->piece.memory + (t->address + t->done - t->piece.address), t->data, t->capacity, at + sizeof h,
                  h.length);
@@ -246,6 +325,16 @@ void ring_land_response(struct ring_landing *t)
     }
 }
 
+static void put(struct ring_room *r, const struct header *h, const uint8_t *from)
+{
+    uint64_t at = r->head & (r->capacity - 1);
+    copy_in(r->data, r->capacity, at + sizeof *h, from, h->length);
+    memcpy(r->data + at, h, sizeof *h);
+    r->head += record_size(h->length);
+}
+
+static const uint8_t *place(const struct ring_piece *p, uint64_t address) { return p->memory + (address - p->address); }
+
 /* Sends parts of one WRITE, or of the data of one READ, out of this piece of memory. */
 void ring_post_chunks(struct ring_chunks *p)
 {
@@ -254,8 +343,7 @@ void ring_post_chunks(struct ring_chunks *p)
         return;
     for (; p->messages < p->limit && p->bytes < p->limit_bytes && p->offset < p->total; p->messages++) {
         uint64_t left = p->total - p->offset, length = left < p->chunk ? left : p->chunk;
-        uint64_t size = record_size(length), at = p->head & (p->capacity - 1);
-        if (p->head + size - p->tail > p->capacity - p->reserve)
+        if (!has_room(&p->to, record_size(length)))
             break;
         bool response = p->kind == READ_RESPONSE, last = length == left;
         struct header h = {
@@ -269,56 +357,58 @@ void ring_post_chunks(struct ring_chunks *p)
             h.rkey = p->rkey, h.remote_addr = p->remote_addr;
             p->psn++;
         }
-        copy_in(p->data, p->capacity, at + sizeof h, p->piece.memory + (p->addr + p->offset - p->piece.address),
-                length);
-        memcpy(p->data + at, &h, sizeof h);
-        p->head += size;
+        put(&p->to, &h, place(&p->piece, p->addr + p->offset));
         p->offset += length;
         p->bytes += length;
-        __atomic_store_n(p->head_word, p->head, __ATOMIC_RELEASE);
+        publish(&p->to);
     }
 }
 
-/* Takes entries as long as each is a WRITE of one message out of this piece of memory, and sends them. The caller
-   moves cons_head; entries are snapshots. */
+/* Takes entries as long as each is a WRITE out of this piece of memory, and sends them, each whole. The caller moves
+   cons_head; entries are snapshots. */
 void ring_post_writes(struct ring_posting *p)
 {
-    uint64_t published = p->head;
+    uint64_t published = p->to.head;
     uint32_t tail = __atomic_load_n(p->prod_tail, __ATOMIC_ACQUIRE), used = (tail - p->cons_head) & p->index_mask;
     uint32_t most = p->limit < p->slots ? p->limit : p->slots;
-    p->messages = 0, p->bytes = 0;
+    p->entries_taken = p->messages = 0, p->bytes = 0;
     if (tail & ~p->index_mask || used > (p->index_mask >> 1) + 1)
         return;
     most = most < used ? most : used;
-    for (; p->messages < most && p->bytes < p->limit_bytes; p->messages++) {
+    for (; p->entries_taken < most && p->bytes < p->limit_bytes; p->entries_taken++) {
         struct entry e;
-        memcpy(&e, p->entries + (uint64_t)p->messages * p->entry_size, sizeof e);
+        memcpy(&e, p->entries + (uint64_t)p->entries_taken * p->entry_size, sizeof e);
         __asm__ volatile("" ::: "memory");
         if (e.opcode != OPCODE_RDMA_WRITE || e.num_sge != 1 || e.send_flags & ~SIGNALED || e.lkey != p->lkey
             || !e.length || e.length > p->max_length || !within(&p->piece, e.addr, e.length))
             break;
-        uint64_t size = record_size(e.length), at = p->head & (p->capacity - 1);
-        if (p->head + size - p->tail > p->capacity - p->reserve)
+        uint32_t messages = (e.length - 1) / p->chunk + 1;
+        if (!has_room(&p->to, (messages - 1) * record_size(p->chunk)
+                                  + record_size(e.length - (messages - 1) * p->chunk)))
             break;
-        struct header h = {
-            .kind = WRITE, .flags = FIRST | LAST, .version = VERSION, .dst_qpn = p->dst_qpn, .src_qpn = p->src_qpn,
-            .psn = p->psn, .length = e.length, .rkey = e.rkey, .remote_addr = e.remote_addr, .total = e.length,
-        };
-        copy_in(p->data, p->capacity, at + sizeof h, p->piece.memory + (e.addr - p->piece.address), e.length);
-        memcpy(p->data + at, &h, sizeof h);
-        p->sent[p->messages] = (struct ring_sent){
-            e.wr_id, e.remote_addr, e.addr, e.length, e.rkey, e.send_flags, 0,
-        };
-        p->head += size;
-        p->bytes += e.length;
-        p->psn = (p->psn + 1) & PSN_MASK;
-        /* The consumer starts meanwhile, but not at every cache line. */
-        if (p->head - published >= 4096) {
-            __atomic_store_n(p->head_word, p->head, __ATOMIC_RELEASE);
-            published = p->head;
+        for (uint32_t done = 0; done < e.length;) {
+            uint32_t left = e.length - done, length = left < p->chunk ? left : p->chunk;
+            struct header h = {
+                .kind = WRITE, .flags = (done ? 0 : FIRST) | (length == left ? LAST : 0), .version = VERSION,
+                .dst_qpn = p->dst_qpn, .src_qpn = p->src_qpn, .psn = p->psn, .length = length, .rkey = e.rkey,
+                .remote_addr = e.remote_addr, .total = e.length,
+            };
+            put(&p->to, &h, place(&p->piece, e.addr + done));
+            p->psn = (p->psn + 1) & PSN_MASK;
+            done += length;
+            /* The consumer starts meanwhile, but not at every cache line. */
+            if (p->to.head - published >= 4096) {
+                publish(&p->to);
+                published = p->to.head;
+            }
         }
+        p->sent[p->entries_taken] = (struct ring_sent){
+            e.wr_id, e.remote_addr, e.addr, e.length, e.rkey, e.send_flags, messages,
+        };
+        p->messages += messages;
+        p->bytes += e.length;
     }
-    __atomic_store_n(p->head_word, p->head, __ATOMIC_RELEASE);
+    publish(&p->to);
 }
 """
 

@@ -57,10 +57,11 @@ class SoftConfig:
     # Bytes per message on the carrier: larger amortises, smaller lets others in between. Copying
     # this much takes about as long as two small messages, 15 to 30 us.
     chunk_bytes: int = MAX_CHUNK_BYTES
-    # Unacknowledged bytes per QP: stops one QP from filling a carrier that others share.
-    window_bytes: int = 4 << 20
+    # Unacknowledged bytes per QP: what goes wrong is sent again from there. Twice a ring, for what was taken out of one
+    # is acknowledged in large steps.
+    window_bytes: int = 8 << 20
     # Chunks one QP sends, and messages it answers, before the next QP has its turn.
-    turn_chunks: int = 4
+    turn_chunks: int = 8
     # Requests flushed per turn: stops the flush of a full ring from stalling everyone else.
     turn_flush: int = 128
     # A shorter timeout than our own scheduling jitter would only make storms of retries.

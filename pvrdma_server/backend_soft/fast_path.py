@@ -12,18 +12,21 @@ from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from pvrdma_server.backend import SendEntries
-from pvrdma_server.backend_soft.native import extension
+from pvrdma_server.backend_soft.native import LINGER_PAYS, extension
 from pvrdma_server.backend_soft.wire import MAX_CHUNK_BYTES, WRITE
 
 # Messages and bytes of one call: stops one queue pair from keeping all others, and everybody else, waiting.
 MAX_MESSAGES: Final = 256
-MAX_BYTES: Final = 1 << 20
-# Of one call that lands, after which the producer is told that there is room.
-MAX_LANDED: Final = 256 << 10
+MAX_BYTES: Final = 2 << 20
+# Of one call that lands, after which it is acknowledged.
+MAX_LANDED: Final = 2 << 20
+# How long one call may wait for the other end of the ring to move, each time and in all: longer than that takes to copy
+# a message, but it may be waiting for us.
+_PATIENCE_NS: Final = (40_000, 200_000) if LINGER_PAYS else (0, 0)
 # A short cut that was tried in vain is not tried again for so many messages, at most: it costs about as much as one.
 _MAX_DETOURS: Final = 15
 SENT: Final = Struct("<QQQIIII")
-"""wr_id, remote address, address, length, rkey, flags, unused."""
+"""wr_id, remote address, address, length, rkey, flags, messages."""
 
 
 class Piece(NamedTuple):
@@ -80,7 +83,7 @@ class Run(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """What came: messages, their bytes, the ring's index behind them, and what is under way now.
+    """What came: messages, their bytes, the ring's indices now, and what is under way.
 
     The last `unanswered` of them need no answer.
     """
@@ -88,6 +91,7 @@ class Landed(NamedTuple):
     messages: int
     length_bytes: int
     tail: int
+    head: int
     address: int
     total: int
     done: int
@@ -102,7 +106,7 @@ class WritePosting(NamedTuple):
     piece: Piece
     limit: int
     limit_bytes: int
-    max_length: int
+    chunk_bytes: int
     dst_qpn: int
     src_qpn: int
     psn: int
@@ -143,11 +147,12 @@ class Posted(NamedTuple):
 class Landing:
     """The consumer's end of one ring."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview, words: memoryview) -> None:
         ffi = extension.ffi
         self._data = ffi.from_buffer("uint8_t[]", data)
+        self._words = ffi.from_buffer("uint64_t[]", words)
         self._call: Any = ffi.new("struct ring_landing *")
-        self._call.data, self._call.capacity = self._data, len(data)
+        self._call.data, self._call.words, self._call.capacity = self._data, self._words, len(data)
         self._call.max_length = MAX_CHUNK_BYTES
 
     def take_untrusted(self, run: Run, tail: int, head: int) -> Landed:
@@ -156,44 +161,46 @@ class Landing:
         kind, call.dst_qpn, call.src_qpn, call.psn, call.rkey, piece = run[:6]
         call.address, call.total, call.done = run[6:]
         call.tail, call.head, call.limit, call.limit_bytes = tail, head, MAX_MESSAGES, MAX_LANDED
+        call.told, call.patience = tail, _PATIENCE_NS
         land = extension.lib.ring_land_writes if kind == WRITE else extension.lib.ring_land_response
         with extension.ffi.from_buffer("uint8_t[]", piece.memory, True) as memory:
             call.piece = (piece.address, len(piece.memory), memory)
             land(call)
         return Landed(
-            call.messages, call.bytes, call.tail, call.address, call.total, call.done,
+            call.messages, call.bytes, call.tail, call.head, call.address, call.total, call.done,
             call.unanswered,
         )  # fmt: skip
 
     def release(self) -> None:
         """Let the ring go."""
         extension.ffi.release(self._data)
+        extension.ffi.release(self._words)
 
 
 class Posting:
     """The producer's end of one ring."""
 
-    def __init__(self, data: memoryview, head_word: memoryview, reserve: int) -> None:
+    def __init__(self, data: memoryview, words: memoryview, reserve: int) -> None:
         ffi = extension.ffi
         self._data = ffi.from_buffer("uint8_t[]", data)
-        self._word = ffi.from_buffer("uint64_t[]", head_word)
+        self._words = ffi.from_buffer("uint64_t[]", words)
         self._call: Any = ffi.new("struct ring_posting *")
-        self._call.data, self._call.capacity = self._data, len(data)
-        self._call.head_word, self._call.reserve = self._word, reserve
+        self._call.max_length = MAX_BYTES
         self._records = ffi.buffer(self._call.sent)
         self._chunks: Any = ffi.new("struct ring_chunks *")
-        self._chunks.data, self._chunks.capacity = self._data, len(data)
-        self._chunks.head_word, self._chunks.reserve = self._word, reserve
+        for call in (self._call, self._chunks):
+            call.to = (self._data, self._words, len(data), 0, 0, reserve, (0, 0))
 
     def put_untrusted(self, what: WritePosting, head: int, tail: int) -> Posted:
         """Send what is like `what`; `head` and `tail` are the ring's indices, which were checked."""
         call, ffi = self._call, extension.ffi
-        entries, call.lkey, piece, limit, limit_bytes, call.max_length = what[:6]
+        entries, call.lkey, piece, limit, limit_bytes, call.chunk = what[:6]
         call.dst_qpn, call.src_qpn, call.psn = what[6:]
         call.limit, call.limit_bytes = min(limit, MAX_MESSAGES), min(limit_bytes, MAX_BYTES)
         call.cons_head, call.index_mask = entries.cons_head, entries.index_mask
         call.entry_size, call.slots = entries.entry_size, len(entries.slots) // entries.entry_size
-        call.head, call.tail = head, tail
+        to = call.to
+        to.head, to.tail, to.patience = head, tail, _PATIENCE_NS
         with (
             ffi.from_buffer("uint32_t[]", entries.prod_tail) as prod_tail,
             ffi.from_buffer("uint8_t[]", entries.slots) as slots,
@@ -202,8 +209,8 @@ class Posting:
             call.prod_tail, call.entries = prod_tail, slots
             call.piece = (piece.address, len(piece.memory), memory)
             extension.lib.ring_post_writes(call)
-        count = call.messages
-        return Posted(count, call.bytes, call.head, self._records[: count * SENT.size])
+        records = self._records[: call.entries_taken * SENT.size]
+        return Posted(call.messages, call.bytes, to.head, records)
 
     def put_chunks(self, what: Chunks, head: int, tail: int) -> Posted:
         """Send `what`, as far as there is room; `head` and `tail` are the ring's indices, which were checked."""
@@ -212,13 +219,14 @@ class Posting:
         call.addr, call.total, call.offset, call.chunk, limit, limit_bytes = what[6:12]
         call.rkey, call.remote_addr, call.ack_every = what[12:]
         call.limit, call.limit_bytes = limit, min(limit_bytes, MAX_BYTES)
-        call.head, call.tail = head, tail
+        to = call.to
+        to.head, to.tail, to.patience = head, tail, _PATIENCE_NS
         with ffi.from_buffer("uint8_t[]", piece.memory) as memory:
             call.piece = (piece.address, len(piece.memory), memory)
             extension.lib.ring_post_chunks(call)
-        return Posted(call.messages, call.bytes, call.head, b"")
+        return Posted(call.messages, call.bytes, to.head, b"")
 
     def release(self) -> None:
         """Let the ring go."""
         extension.ffi.release(self._data)
-        extension.ffi.release(self._word)
+        extension.ffi.release(self._words)

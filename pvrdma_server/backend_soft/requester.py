@@ -111,12 +111,18 @@ class Requester(Sending):
             self._fail_head(LOC_PROT_ERR)
             return
         copy_views(target, payload)
+        self._received(wqe, end)
+
+    def _received(self, wqe: Wqe, end: int) -> None:
+        # So much of the answer to the oldest request is there, hence all that precedes it has arrived.
         wqe.received = end
         if end == wqe.total:
             wqe.answered = True
             self.reads -= 1
             self.acked = wqe.first
             self._retire()
+        elif self.acked < wqe.first - 1:
+            self._advance(wqe.first - 1)
         self._progressed()
 
     def offer(self) -> Run | None:
@@ -139,11 +145,7 @@ class Requester(Sending):
         """What came of it."""
         wqe = self.queue.first
         if landed.messages and wqe is not None:
-            wqe.received = landed.done
-            # What precedes a request whose data comes has arrived.
-            if self.acked < wqe.first - 1:
-                self._advance(wqe.first - 1)
-            self._progressed()
+            self._received(wqe, landed.done)
 
     def _refused(self, code: int, psn: int) -> None:
         counters = self.ctx.env.counters

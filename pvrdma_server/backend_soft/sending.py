@@ -260,8 +260,9 @@ class Sending:
         return self._posted(posted, entries, hint.key) if posted else 0
 
     def _posted(self, posted: Posted, entries: SendEntries, lkey: int) -> int:
-        self._owner.took_sends(posted.messages)
-        self.queue.add_writes(SentWrites(posted, self.psn, lkey, signal_all=entries.signal_all))
+        writes = SentWrites(posted, self.psn, lkey, signal_all=entries.signal_all)
+        self._owner.took_sends(len(writes))
+        self.queue.add_writes(writes)
         self.psn += posted.messages
         self.sent = max(self.sent, self.psn)
         counters = self.ctx.env.counters
@@ -324,8 +325,8 @@ class Sending:
         while True:
             writes = queue.writes_at_head()
             if writes is not None:
-                if writes.first > self.acked:
-                    return None  # nothing of them is
+                if writes.first_last > self.acked:
+                    return None  # none of them is
                 self._complete_writes(writes)
                 continue
             wqe = queue.head()

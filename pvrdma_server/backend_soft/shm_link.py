@@ -135,6 +135,10 @@ class ShmLink:
     def _post(self, put: "Callable[[T], Posted | None]", what: "T") -> Posted | None:
         if self.broken is not None:
             return None
+        assert self.writer is not None
+        if self.writer.reader_sleeps():
+            # What is copied meanwhile is there when the peer has woken up.
+            self.ring_bell()
         try:
             posted = put(what)
         except RingFault as fault:

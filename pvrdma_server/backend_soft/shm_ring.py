@@ -113,8 +113,7 @@ class RingWriter:
         self._mask = self._capacity - 1
         self._limit = self._capacity - RESERVE_BYTES
         self.head = self.tail = self.messages = 0
-        word = self._words[_HEAD : _HEAD + 1]
-        self._posting = Posting(self._data, word, RESERVE_BYTES) if extension else None
+        self._posting = Posting(self._data, self._words, RESERVE_BYTES) if extension else None
 
     def put(self, header: bytes, payload: Sequence[memoryview]) -> bool:
         """Write a message, whole; False when there is no room.
@@ -244,7 +243,7 @@ class RingReader:
         self._mask = self._capacity - 1
         self._head = self._told = self._gids = 0
         self.tail = self.messages = 0
-        self._landing = Landing(self._data) if extension else None
+        self._landing = Landing(self._data, self._words) if extension else None
 
     def take_untrusted(
         self,
@@ -308,7 +307,7 @@ class RingReader:
         if run is None:
             return False
         landed = landing.take_untrusted(run, self.tail, self._head)
-        self.tail = landed.tail
+        self.tail, self._head = landed.tail, landed.head
         self.messages += max(0, landed.messages - 1)  # our caller counts one
         tell(run, landed)
         return landed.messages > 0
@@ -327,11 +326,11 @@ class RingReader:
         return head != self.tail
 
     def _tell(self) -> bool:
-        # Publish the tail. True when the producer waits and has half of the ring now.
+        # Publish the tail. True when the producer waits and should wake up: there is work left while it does.
         order_fence()
         self._words[_TAIL] = self._told = self.tail
         full_fence()
-        if not self._words[_WANTS] or self._words[_HEAD] - self.tail > self._capacity // 2:
+        if not self._words[_WANTS] or self._words[_HEAD] - self.tail > self._capacity // 4 * 3:
             return False
         self._words[_WANTS] = 0
         return True

@@ -38,46 +38,58 @@ class Wqe:
 
 
 class SentWrites:
-    """WRITEs of one message each, sent in one call: `first`..`last` with a record each, completed from the front.
+    """WRITEs sent in one call: `first`..`last` with a record each, completed from the front.
 
-    `wqes` makes ordinary requests of those that are left, for whatever is not the usual end.
+    `first_last` is the last PSN of the first that is left. `wqes` makes ordinary requests of those that are left, for
+    whatever is not the usual end.
     """
 
-    __slots__ = ("_records", "first", "flying", "last", "lkey", "signal_all")
+    __slots__ = ("_records", "first", "first_last", "flying", "last", "lkey", "signal_all")
 
     def __init__(self, posted: Posted, first: int, lkey: int, *, signal_all: bool) -> None:
         self._records = posted.records
         self.first, self.last = first, first + posted.messages - 1
         self.flying, self.lkey, self.signal_all = posted.length_bytes, lkey, signal_all
+        self._find_first_last()
+
+    def _find_first_last(self) -> None:
+        self.first_last = self.first - 1
+        if self._records:
+            self.first_last += SENT.unpack_from(self._records)[-1]
 
     def __len__(self) -> int:
-        return self.last - self.first + 1
+        return len(self._records) // SENT.size
 
     def take(self, psn: int) -> tuple[int, list[tuple[int, int]]]:
-        """Drop everything up to `psn`: (bytes, (wr_id, length) of each that is signalled)."""
-        count = min(psn, self.last) - self.first + 1
-        size = count * SENT.size
-        taken, self._records = self._records[:size], self._records[size:]
-        self.first += count
-        length_bytes, signalled = 0, []
-        for wr_id, _, _, length, _, flags, _ in SENT.iter_unpack(taken):
+        """Drop all that end with `psn` at the latest: (bytes, (wr_id, length) of each that is signalled)."""
+        length_bytes, count, first, signalled = 0, 0, self.first, []
+        for wr_id, _, _, length, _, flags, messages in SENT.iter_unpack(self._records):
+            if first + messages - 1 > psn:
+                break
+            first += messages
+            count += 1
             length_bytes += length
             if flags & SIGNALED or self.signal_all:
                 signalled.append((wr_id, length))
+        self._records = self._records[count * SENT.size :]
+        self.first = first
         self.flying -= length_bytes
+        self._find_first_last()
         return length_bytes, signalled
 
     def wqes(self) -> list[Wqe]:
         """The requests that are left, as if each had been sent by itself."""
-        found = []
-        for psn, record in enumerate(SENT.iter_unpack(self._records), self.first):
-            wr_id, remote_addr, address, length, rkey, flags, _ = record
+        found, psn = [], self.first
+        for wr_id, remote_addr, address, length, rkey, flags, messages in SENT.iter_unpack(
+            self._records
+        ):
             wr = SendWr(
                 wr_id, OP_WRITE, flags, self.signal_all or bool(flags & SIGNALED), NO_IMM,
                 (Sge(address, length, self.lkey),), Rdma(remote_addr, rkey),
             )  # fmt: skip
             wqe = Wqe(wr, psn)
-            wqe.kind, wqe.last, wqe.next = WRITE, psn, psn + 1
+            psn += messages
+            wqe.kind, wqe.last, wqe.next = WRITE, psn - 1, psn
             wqe.total = wqe.flying = length
             wqe.remote_addr, wqe.rkey = remote_addr, rkey
             found.append(wqe)
@@ -129,10 +141,10 @@ class SendQueue:
 
     def take_writes(self, writes: SentWrites, psn: int) -> list[tuple[int, int]]:
         """Those at the head up to `psn` are done; (wr_id, length) of the signalled ones."""
-        count = min(psn, writes.last) - writes.first + 1
+        before = len(writes)
         length_bytes, signalled = writes.take(psn)
         self.flying -= length_bytes
-        self.more -= count
+        self.more -= before - len(writes)
         if not len(writes):
             self.unacked.popleft()
             self.more += 1

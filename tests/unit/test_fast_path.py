@@ -29,9 +29,10 @@ from shm_bench import shm_pair
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi.vmw_pvrdma_abi import Cqe, WcStatus
 from pvrdma_server.backend import SendEntries
-from pvrdma_server.backend_soft import native, shm_ring
+from pvrdma_server.backend_soft import fast_path, native, shm_ring
 from pvrdma_server.backend_soft.codes import REMOTE_WRITE
 from pvrdma_server.backend_soft.fast_path import (
+    MAX_BYTES,
     MAX_LANDED,
     MAX_MESSAGES,
     SENT,
@@ -438,6 +439,9 @@ def test_the_short_cut_is_taken(two: Two, monkeypatch: pytest.MonkeyPatch) -> No
 # --- the consumer's end, and whatever a hostile producer writes -------------------------------
 
 CAPACITY = 2 << 20
+# The ring's control words, and how often the consumer writes its own.
+HEAD, WANTS, TAIL, ASLEEP = 0, 16, 48, 64
+TELL = 2 * (64 << 10)
 RUN = {"dst_qpn": 7, "src_qpn": 9, "psn": 0xFF_FFF0, "rkey": 0x1234}
 BASE, LENGTH = 0x10_0000, 50_000
 
@@ -461,7 +465,8 @@ class Inbox:
     def __init__(self, start: int = 0) -> None:
         self.ring = bytearray(CAPACITY)
         self.fenced = bytearray(LENGTH + 2 * PAGE)
-        self.landing = Landing(memoryview(self.ring))
+        self.words = memoryview(bytearray(PAGE)).cast("Q")
+        self.landing = Landing(memoryview(self.ring), self.words)
         self.tail = self.head = start
         self.psn = RUN["psn"]
 
@@ -472,11 +477,13 @@ class Inbox:
         self.head += HEADER_BYTES + (len(payload) + 63 & ~63)
         self.psn += 1
 
-    def run(self, kind: int = WRITE, **changes: int) -> Landed:
+    def run(self, kind: int = WRITE, *, head: int = -1, word: int = -1, **changes: int) -> Landed:
+        """`head` is what was seen of the producer's index before, `word` what it is now."""
         piece = Piece(BASE, memoryview(self.fenced)[PAGE : PAGE + LENGTH])
         values = {"address": 0, "total": 0, "done": 0, **RUN} | changes
         run = Run(kind=kind, piece=piece, **values)
-        return self.landing.take_untrusted(run, self.tail, self.head)
+        self.words[HEAD] = self.head if word < 0 else word
+        return self.landing.take_untrusted(run, self.tail, self.head if head < 0 else head)
 
     def take(self) -> tuple[int, int]:
         found = self.run()
@@ -584,15 +591,15 @@ def test_a_write_that_would_leave_the_piece_does_not_begin(total: int) -> None:
 
 
 @built
-def test_the_data_of_a_read_but_for_its_end() -> None:
+def test_the_data_of_a_read() -> None:
     inbox = Inbox()
     for number in range(3):
         flags = LAST if number == 2 else 0
         data = bytes([number]) * 10
         inbox.add(data, kind=READ_RESPONSE, flags=flags, psn=5, offset=10 * number, total=30)
     found = inbox.run(READ_RESPONSE, psn=5, address=BASE + 100, total=30, done=0)
-    assert (found.messages, found.done, found.tail) == (2, 20, inbox.tail + 256)
-    assert inbox.memory[100:130] == bytes(10) + b"\1" * 10 + bytes(10)
+    assert (found.messages, found.done, found.tail) == (3, 30, inbox.head)
+    assert inbox.memory[100:130] == bytes(10) + b"\1" * 10 + b"\2" * 10
 
 
 @built
@@ -624,15 +631,58 @@ def test_a_message_that_is_not_all_there_is_left() -> None:
 
 
 @built
-def test_one_call_is_bounded() -> None:
+def test_one_call_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = Inbox()
     for _ in range(MAX_MESSAGES + 10):
         inbox.add(b"x")
     assert inbox.take()[0] == MAX_MESSAGES
+    # More than this ring holds, really.
+    monkeypatch.setattr(fast_path, "MAX_LANDED", MAX_LANDED // 2)
     inbox = Inbox()
     for _ in range(30):
         inbox.add(bytes(40_000))
-    assert MAX_LANDED <= inbox.take()[1] < MAX_LANDED + 40_000
+    assert MAX_LANDED // 2 <= inbox.take()[1] < MAX_LANDED // 2 + 40_000
+
+
+@built
+def test_what_comes_meanwhile_is_taken_too() -> None:
+    inbox = Inbox(5 * CAPACITY)
+    inbox.add(b"one")
+    seen = inbox.head
+    inbox.add(b"two", remote_addr=BASE + 3)
+    found = inbox.run(head=seen)
+    assert (found.messages, found.tail, found.head) == (2, inbox.head, inbox.head)
+    assert inbox.memory[:6] == b"onetwo"
+
+
+@built
+@pytest.mark.parametrize("change", [-128, -64, 32, CAPACITY + 64, 1 << 63], ids=str)
+def test_an_index_that_cannot_be_is_left_for_the_usual_way(change: int) -> None:
+    inbox = Inbox(5 * CAPACITY)
+    inbox.add(b"x" * 10, flags=FIRST, total=30)
+    found = inbox.run(word=inbox.head + change)
+    assert (found.messages, found.tail, found.head) == (1, inbox.head, inbox.head)
+
+
+@built
+def test_a_producer_that_never_goes_on_is_not_waited_for_long() -> None:
+    inbox = Inbox()
+    inbox.add(b"x" * 10, flags=FIRST, total=30)
+    assert inbox.run().total == 30  # comes back at all: the wait is in `arrived`
+
+
+@built
+@pytest.mark.parametrize(("wants", "behind", "landed"), [(0, 0, 8), (1, 0, 1), (1, CAPACITY, 7)])
+def test_a_producer_that_sleeps_is_woken_early(wants: int, behind: int, landed: int) -> None:
+    inbox = Inbox()
+    for _ in range(8):
+        inbox.add(bytes(45_000))
+        inbox.add(bytes(40_000))
+    inbox.words[WANTS] = wants
+    # Here the ring is full behind these: while a producer wakes up there must be work left, a quarter free is enough.
+    found = inbox.run(word=inbox.head + min(behind, CAPACITY - inbox.head))
+    assert found.messages == 2 * landed
+    assert inbox.words[TAIL] in range(found.tail - TELL, found.tail + 1)
 
 
 @built
@@ -677,18 +727,80 @@ def test_a_full_ring_is_left_before_its_reserve() -> None:
         two.close()
 
 
+def _ring() -> tuple[memoryview, RingWriter]:
+    view = memoryview(bytearray(PAGE + CAPACITY))
+    return view, RingWriter(view)
+
+
+LONG = 300_000
+
+
+@pytest.fixture
+def long_writes() -> Iterator[WritePosting]:
+    """Eight WRITEs of `LONG` bytes each, in messages of up to 100 000."""
+    with tempfile.TemporaryDirectory(prefix="pvrdma-fabric-") as folder:
+        two = Two(folder, in_a_row=True)
+        for number in range(8):
+            two.write(number, LONG, number)
+        entries = two.machines[0].device.resources.qps.get_untrusted(two.a.handle).peek_sends()
+        assert entries is not None
+        yield _posting(two, entries)._replace(chunk_bytes=100_000)
+        two.close()
+
+
+@built
+def test_a_write_is_sent_whole_or_not_at_all(long_writes: WritePosting) -> None:
+    view, writer = _ring()
+    posted = writer.put_writes_untrusted(long_writes)
+    assert posted is not None
+    size = 3 * (HEADER_BYTES + 100_032)
+    count = min(-(-MAX_BYTES // LONG), (CAPACITY - RESERVE_BYTES) // size)
+    assert (posted.messages, posted.head) == (3 * count, count * size)
+    assert [record[0] for record in SENT.iter_unpack(posted.records)] == list(range(count))
+    assert {record[-1] for record in SENT.iter_unpack(posted.records)} == {3}
+    reader, seen = RingReader(view), []
+    reader.take_untrusted(
+        100, lambda header, payload: seen.append((header[1], len(payload[0]))), lambda: None
+    )
+    assert seen == [(FIRST, 100_000), (0, 100_000), (LAST, 100_000)] * count
+
+
+@built
+@pytest.mark.parametrize("asleep", [0, 1])
+def test_room_that_is_made_meanwhile_is_used(long_writes: WritePosting, asleep: int) -> None:
+    view, writer = _ring()
+    words = view[:PAGE].cast("Q")
+    writer.head = writer.tail = 0
+    writer._posting.put_untrusted(long_writes, 0, 0)  # type: ignore[union-attr]
+    words[ASLEEP], words[TAIL] = asleep, 1 << 20
+    # As if the tail had been seen at 0.
+    posted = writer._posting.put_untrusted(long_writes, 1 << 20, 0)  # type: ignore[union-attr]
+    assert len(posted.records) // SENT.size == min(-(-MAX_BYTES // LONG), 6)
+
+
+@built
+@pytest.mark.parametrize("tail", [32, 1 << 22, 1 << 63], ids=str)
+def test_room_that_cannot_be_is_not_used(long_writes: WritePosting, tail: int) -> None:
+    view, writer = _ring()
+    view[:PAGE].cast("Q")[TAIL] = tail
+    posted = writer._posting.put_untrusted(long_writes, 1 << 20, 0)  # type: ignore[union-attr]
+    size = 3 * (HEADER_BYTES + 100_032)
+    assert len(posted.records) // SENT.size == (CAPACITY - RESERVE_BYTES - (1 << 20)) // size
+
+
 def _posting(two: Two, entries: SendEntries) -> WritePosting:
     offset = two.source.pages.pages[0] - two.machines[0].ram.iova
-    piece = Piece(two.source.addr, two.machines[0].ram.view[offset : offset + PAGE])
+    length = SIZE if two.in_a_row else PAGE
+    piece = Piece(two.source.addr, two.machines[0].ram.view[offset : offset + length])
     return WritePosting(entries, two.source.lkey, piece, 256, 1 << 30, MAX_CHUNK_BYTES, 1, 2, 3)
 
 
 # --- what was sent, until it is acknowledged --------------------------------------------------
 
 
-def sent(first: int, count: int) -> SentWrites:
-    records = b"".join(SENT.pack(n, 0, 0, 10, 0, SIGNALED * (n % 2), 0) for n in range(count))
-    return SentWrites(Posted(count, 10 * count, 0, records), first, 5, signal_all=False)
+def sent(first: int, count: int, each: int = 1) -> SentWrites:
+    records = b"".join(SENT.pack(n, 0, 0, 10, 0, SIGNALED * (n % 2), each) for n in range(count))
+    return SentWrites(Posted(each * count, 10 * count, 0, records), first, 5, signal_all=False)
 
 
 def test_they_complete_from_the_front() -> None:
@@ -721,3 +833,28 @@ def test_the_oldest_is_an_ordinary_request() -> None:
     assert (queue.taken, queue.flying) == (3, 30)
     assert [queue.pop_any() is not None for _ in range(4)] == [True] * 3 + [False]
     assert queue.flying == 0
+
+
+def test_one_of_many_messages_completes_with_its_last() -> None:
+    queue = SendQueue()
+    queue.add_writes(sent(100, 4, each=3))
+    writes = queue.writes_at_head()
+    assert writes is not None
+    for psn in (100, 101):
+        assert queue.take_writes(writes, psn) == []
+        assert (queue.taken, queue.flying, writes.first, writes.first_last) == (4, 40, 100, 102)
+    assert queue.take_writes(writes, 106) == [(1, 10)]
+    assert (queue.taken, queue.flying, writes.first, writes.first_last) == (2, 20, 106, 108)
+    assert queue.take_writes(writes, 111) == [(3, 10)]
+    assert (queue.taken, queue.flying, queue.idle) == (0, 0, True)
+
+
+def test_who_goes_back_into_the_middle_of_one_repeats_that_one() -> None:
+    queue = SendQueue()
+    queue.add_writes(sent(100, 4, each=3))
+    queue.go_back(104)
+    assert [(wqe.first, wqe.last) for wqe in queue.unacked] == [(100, 102)]
+    assert [(wqe.first, wqe.last) for wqe in queue.resend] == [(103, 105), (106, 108), (109, 111)]
+    again = queue.next_resend(104)
+    assert again is not None
+    assert (again.first, again.next) == (103, 104)
