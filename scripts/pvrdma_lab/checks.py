@@ -65,7 +65,7 @@ MODES = {
             Check(
                 "tests",
                 "pytest",
-                ("-m", "not (guest or host or nested or stress)", "--durations=5"),
+                ("-m", "not (guest or host or nested or service or stress)", "--durations=5"),
             ),
         ),
     ),
