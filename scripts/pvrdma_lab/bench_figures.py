@@ -1,5 +1,7 @@
 """What scripts/bench measures, one function a figure; each returns plain records."""
 
+import mmap
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from pvrdma_lab.bench_rig import (
     MIB,
     REGION,
     SMALL_DEPTH,
+    BenchError,
     BenchQp,
     BenchRam,
     RigOptions,
@@ -29,11 +32,14 @@ _LOOK_S = 0.0005
 _QUICK_LOOK_S = 0.00005
 _IDLE_S = 3.0
 _PAUSE_S = 0.01
+_RING = 4 * MIB
+_STEP = 64 * KIB
+_COPIES_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A stream: `of_memcpy` is over cold memcpy right before and after it, CPU time that of both servers."""
+    """A stream, over what was measured right before and after it; CPU time is that of both servers."""
 
     operation: str
     size_bytes: int
@@ -42,6 +48,7 @@ class Rate:
     gb_per_s: float
     memcpy_gb_per_s: float
     of_memcpy: float
+    two_copies_gb_per_s: float
     cpu_us_per_message: float
 
 
@@ -99,6 +106,48 @@ def memcpy_gb_per_s(a: BenchRam, b: BenchRam) -> float:
     return statistics.median(found)
 
 
+def two_copies_gb_per_s(a: BenchRam, b: BenchRam) -> float:
+    """The same through a ring, by two processes that do nothing else: what is left of memcpy between two CPUs.
+
+    Raises:
+        BenchError: one of them does not go on.
+    """
+    ring = mmap.mmap(-1, PAGE + _RING)
+    words, data = memoryview(ring)[:PAGE].cast("Q"), memoryview(ring)[PAGE:]
+    head, tail, total = 0, 64, 3 * REGION
+    deadline = time.monotonic() + _COPIES_S
+
+    def wait(word: int, least: int) -> None:
+        while words[word] < least:
+            if time.monotonic() > deadline:
+                raise BenchError("two copies at once do not end")
+
+    def consume() -> None:
+        for at in range(0, total, _STEP):
+            wait(head, at + _STEP)
+            to, out_of = at % REGION, at % _RING
+            b.data[to : to + _STEP] = data[out_of : out_of + _STEP]
+            words[tail] = at + _STEP
+
+    consumer = os.fork()
+    if not consumer:
+        try:
+            consume()
+        finally:
+            os._exit(0)
+    started = time.perf_counter()
+    try:
+        for at in range(0, total, _STEP):
+            wait(tail, max(0, at + _STEP - _RING))
+            out_of, to = at % REGION, at % _RING
+            data[to : to + _STEP] = a.data[out_of : out_of + _STEP]
+            words[head] = at + _STEP
+        wait(tail, total)
+        return total / (time.perf_counter() - started) / 1e9
+    finally:
+        os.waitpid(consumer, 0)
+
+
 def _stream(
     pair: tuple[BenchQp, BenchQp], operation: str, size: int, window: int, total: int, repeats: int
 ) -> Taken:
@@ -116,10 +165,14 @@ def rates(
     folder: Path, options: RigOptions, operations: Sequence[str], sizes: Sequence[int], total: int,
     *, window: int | None, repeats: int,
 ) -> tuple[float, list[Rate]]:  # fmt: skip
-    """memcpy's GB/s, the median of all, and the streams, each between two measurements of memcpy."""
+    """memcpy's GB/s, the median of all, and the streams, each between two measurements of what copying costs."""
     found, memcpys = [], []
+
+    def copying() -> tuple[float, float]:
+        return memcpy_gb_per_s(a.ram, b.ram), two_copies_gb_per_s(a.ram, b.ram)
+
     with rig(folder, options) as (a, b):
-        before = memcpy_gb_per_s(a.ram, b.ram)
+        before = copying()
         for operation in operations:
             for size in sizes:
                 pair = connected(a, b)
@@ -127,18 +180,22 @@ def rates(
                 taken = _stream(pair, operation, size, chosen, total, repeats)
                 for qp in pair:
                     qp.destroy()
-                after = memcpy_gb_per_s(a.ram, b.ram)
-                found.append(_rate(operation, size, chosen, taken, (before + after) / 2))
-                memcpys.append(before)
+                after = copying()
+                memcpy, two_copies = ((x + y) / 2 for x, y in zip(before, after, strict=True))
+                found.append(_rate(operation, size, chosen, taken, memcpy, two_copies))
+                memcpys.append(before[0])
                 before = after
     return statistics.median(memcpys), found
 
 
-def _rate(operation: str, size: int, window: int, taken: Taken, memcpy: float) -> Rate:
+def _rate(
+    operation: str, size: int, window: int, taken: Taken, memcpy: float, two_copies: float
+) -> Rate:
     per_s = taken.messages / taken.seconds
     cpu_us = taken.cpu_s / taken.messages * 1e6
     gb_per_s = size * per_s / 1e9
-    return Rate(operation, size, window, per_s, gb_per_s, memcpy, gb_per_s / memcpy, cpu_us)
+    ratio = gb_per_s / memcpy
+    return Rate(operation, size, window, per_s, gb_per_s, memcpy, ratio, two_copies, cpu_us)
 
 
 def latencies(folder: Path, options: RigOptions, sizes: Sequence[int]) -> list[Latency]:

@@ -31,6 +31,7 @@ _FORMATS = {
     "gb_per_s": ("GB/s", "{:.2f}".format),
     "memcpy_gb_per_s": ("memcpy GB/s", "{:.1f}".format),
     "of_memcpy": ("of memcpy", "{:.2f}".format),
+    "two_copies_gb_per_s": ("2 copies", "{:.1f}".format),
     "cpu_us_per_message": ("CPU us/message", "{:.1f}".format),
     "one_way_us": ("one way us", "{:.1f}".format),
     "best_us": ("best us", "{:.1f}".format),
