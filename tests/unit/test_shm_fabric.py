@@ -5,7 +5,7 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,11 +41,12 @@ class End:
     folder: Path
     clock: FakeClock
     name: str
+    uids: Collection[int] = ()
     got: list[tuple[Carrier, bytes, bytes]] = field(default_factory=list)
     rooms: list[Carrier] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.fabric = ShmFabric(str(self.folder), self.name, clock_ns=self.clock)
+        self.fabric = ShmFabric(str(self.folder), self.name, uids=self.uids, clock_ns=self.clock)
         self.port = self.fabric.join(self)
 
     def receive(self, peer: Carrier, header: bytes, payload: Sequence[memoryview]) -> None:
@@ -89,8 +90,8 @@ class Yard:
         self.folder, self.clock = folder, FakeClock()
         self.ends: list[End] = []
 
-    def end(self, name: str, *gids: bytes) -> End:
-        made = End(self.folder, self.clock, name)
+    def end(self, name: str, *gids: bytes, uids: Collection[int] = ()) -> End:
+        made = End(self.folder, self.clock, name, uids)
         self.ends.append(made)
         for gid in gids:
             made.port.claim(gid)
@@ -479,6 +480,59 @@ def test_a_bad_greeting_ends_the_connection(
     assert victim.peers == []
     assert open_fds() == before
     yard.linked(victim, yard.end("b", B), B)
+
+
+SOMEBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+
+
+def connected_by_somebody(path: str) -> socket.socket:
+    """A connection whose other end, by the kernel's word, is the process of another user."""
+    folder = os.open(os.path.dirname(path), os.O_PATH)
+    os.chmod(os.path.dirname(path), 0o711)
+    os.chmod(path, 0o777)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork()
+    if not child:
+        try:
+            os.setresuid(SOMEBODY, SOMEBODY, SOMEBODY)
+            # What is above the folder is nobody's but ours.
+            sock.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(folder)
+    assert os.waitpid(child, 0)[1] == 0
+    sock.setblocking(False)
+    return sock
+
+
+@as_root
+@pytest.mark.parametrize("owner", [0, SOMEBODY])
+@pytest.mark.parametrize("uids", [(), (SOMEBODY,)], ids=["unknown", "known"])
+def test_another_user_must_be_let_in_and_is_nobody_else(
+    yard: Yard, uids: tuple[int, ...], owner: int
+) -> None:
+    victim = yard.end("victim", A, uids=uids)
+    evil = Stranger(yard, victim)
+    evil.sock.close()
+    evil.sock = connected_by_somebody(f"{yard.folder}/{victim.fabric.facts()['id']}.sock")
+    # The name that it gives is that of a server of `owner`.
+    os.chown(f"{yard.folder}/{evil.id}.sock", owner, owner)
+    evil.send(evil.hello(), sealed())
+    yard.settle()
+    let_in = bool(uids) and owner == SOMEBODY
+    assert evil.turned_away() != let_in
+    assert [peer["name"] for peer in victim.peers] == ["evil"] * let_in
+    if let_in:
+        # A claim in its name that belongs to root is not its own.
+        claim = yard.folder / f"{B.hex()}.gid"
+        for claimant in (0, SOMEBODY):
+            claim.write_text(f"{evil.id}\nevil\n")
+            os.chown(claim, claimant, claimant)
+            assert (victim.port.route(B) is not None) == (claimant == SOMEBODY)
+        claim.unlink()
+    evil.close()
 
 
 def test_descriptors_beyond_the_first_are_dropped(yard: Yard, victim: End, evil: Stranger) -> None:
