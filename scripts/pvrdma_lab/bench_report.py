@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -100,6 +101,8 @@ def plot(path: Path, memcpy: float, rates: Sequence[Rate]) -> None:
         mine = [rate for rate in rates if rate.operation == operation]
         axes.plot([r.size_bytes for r in mine], [r.gb_per_s for r in mine], "o-", label=operation)
     axes.axhline(memcpy, color="grey", linestyle="--", label="cold memcpy")
+    copies = statistics.median(rate.two_copies_gb_per_s for rate in rates)
+    axes.axhline(copies, color="grey", linestyle=":", label="two copies at once")
     sizes = sorted({rate.size_bytes for rate in rates})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [size_text(size) for size in sizes], rotation=45)
