@@ -135,10 +135,8 @@ class ShmLink:
     def _post(self, put: "Callable[[T], Posted | None]", what: "T") -> Posted | None:
         if self.broken is not None:
             return None
-        assert self.writer is not None
-        if self.writer.reader_sleeps():
-            # What is copied meanwhile is there when the peer has woken up.
-            self.ring_bell()
+        # What is copied meanwhile is there when the peer has woken up.
+        self._wake_reader()
         try:
             posted = put(what)
         except RingFault as fault:
@@ -148,10 +146,13 @@ class ShmLink:
             self._sent()
         return posted
 
-    def _sent(self) -> None:
+    def _wake_reader(self) -> None:
         assert self.writer is not None
         if self.writer.reader_sleeps():
             self.ring_bell()
+
+    def _sent(self) -> None:
+        self._wake_reader()
         if not self.busy:
             # An answer will come soon.
             self._port.look_at(self)

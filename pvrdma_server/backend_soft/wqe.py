@@ -40,22 +40,21 @@ class Wqe:
 class SentWrites:
     """WRITEs sent in one call: `first`..`last` with a record each, completed from the front.
 
-    `first_last` is the last PSN of the first that is left. `wqes` makes ordinary requests of those that are left, for
-    whatever is not the usual end.
+    `wqes` makes ordinary requests of those that are left, for whatever is not the usual end.
     """
 
-    __slots__ = ("_records", "first", "first_last", "flying", "last", "lkey", "signal_all")
+    __slots__ = ("_records", "first", "flying", "last", "lkey", "signal_all")
 
     def __init__(self, posted: Posted, first: int, lkey: int, *, signal_all: bool) -> None:
         self._records = posted.records
         self.first, self.last = first, first + posted.messages - 1
         self.flying, self.lkey, self.signal_all = posted.length_bytes, lkey, signal_all
-        self._find_first_last()
 
-    def _find_first_last(self) -> None:
-        self.first_last = self.first - 1
-        if self._records:
-            self.first_last += SENT.unpack_from(self._records)[-1]
+    @property
+    def first_last(self) -> int:
+        """The last PSN of the first that is left."""
+        messages: int = SENT.unpack_from(self._records)[-1]
+        return self.first + messages - 1
 
     def __len__(self) -> int:
         return len(self._records) // SENT.size
@@ -74,7 +73,6 @@ class SentWrites:
         self._records = self._records[count * SENT.size :]
         self.first = first
         self.flying -= length_bytes
-        self._find_first_last()
         return length_bytes, signalled
 
     def wqes(self) -> list[Wqe]:
