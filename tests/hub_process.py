@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,20 @@ def unload_cm() -> None:
 
 def load_cm() -> None:
     subprocess.run(["modprobe", "rdma_ucm"], check=True)
+
+
+@contextmanager
+def hub_before_cm(folder: Path) -> Iterator[HubProcess]:
+    """A hub, which has the CM class of rxe0; ib_cm, loaded after it, has rxe1's."""
+    if kernel_has_cm("rxe0"):
+        unload_cm()
+    made = HubProcess(folder)
+    made.start()
+    load_cm()
+    assert not kernel_has_cm("rxe0")
+    assert kernel_has_cm("rxe1")
+    yield made
+    assert made.end() == 0, made.log.read_text()
 
 
 def cm_ids(device: str, netns: str = "peer") -> list[dict[str, Any]]:

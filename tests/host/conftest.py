@@ -9,7 +9,7 @@ import pytest
 from host_cm import ADDRESSES, END_S, Guest, booted, make_server
 from host_peer import PEER_DEVICE
 from host_server import HostServer
-from hub_process import HubProcess, cm_ids, kernel_has_cm, load_cm, unload_cm
+from hub_process import HubProcess, cm_ids, hub_before_cm
 
 # They import the backend itself, and with it pyverbs, which the rxe host has.
 collect_ignore = [] if find_spec("pyverbs") else ["test_in_process.py"]
@@ -42,15 +42,8 @@ def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostServe
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
     """The hub on rxe0, and ib_cm behind it."""
-    if kernel_has_cm("rxe0"):
-        unload_cm()
-    made = HubProcess(tmp_path_factory.mktemp("h"))
-    made.start()
-    load_cm()
-    assert not kernel_has_cm("rxe0")
-    assert kernel_has_cm("rxe1")
-    yield made
-    assert made.end() == 0, made.log.read_text()
+    with hub_before_cm(tmp_path_factory.mktemp("h")) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

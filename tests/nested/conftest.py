@@ -4,21 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 from host_server import HostServer
-from hub_process import HubProcess, kernel_has_cm, load_cm, unload_cm
+from hub_process import HubProcess, hub_before_cm
 from nested_guest import RDMA_ADDRESS, NestedGuest
 
 
 @pytest.fixture(scope="session")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
     """The MAD hub, which has the CM class of rxe0; ib_cm, loaded after it, has rxe1's."""
-    if kernel_has_cm("rxe0"):
-        unload_cm()
-    made = HubProcess(tmp_path_factory.mktemp("h"))
-    made.start()
-    load_cm()
-    assert not kernel_has_cm("rxe0")
-    yield made
-    assert made.end() == 0, made.log.read_text()
+    with hub_before_cm(tmp_path_factory.mktemp("h")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
