@@ -8,8 +8,8 @@ A backend reports through the owner objects it was given, synchronously, from in
 that caused it. Order per queue is the order of posting.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 from pvrdma_server.abi.pvrdma_verbs import PortAttr, QpAttr
 from pvrdma_server.abi.vmw_pvrdma_abi import Sge
@@ -118,6 +118,10 @@ class Completion(NamedTuple):
     network_hdr_type: int = 0
 
 
+Done: TypeAlias = tuple[int, int, int]
+"""A send that succeeded: wr_id, WcOpcode, byte_len."""
+
+
 class SendEntries(NamedTuple):
     """Produced entries as they lie in guest memory, for who takes many in one go.
 
@@ -170,6 +174,9 @@ class QpOwner(Protocol):
 
     def complete_send(self, wc: Completion) -> None:
         """Publish a completion of the send queue. Called for signalled, failed and flushed requests only."""
+
+    def complete_sends(self, done: Sequence[Done]) -> None:
+        """Publish successful completions of signalled requests, as `complete_send` one after the other would."""
 
     def complete_recv(self, wc: Completion, *, solicited: bool) -> None:
         """Publish a completion of the receive queue (of its own RQ or of its SRQ)."""

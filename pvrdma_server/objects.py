@@ -5,7 +5,7 @@ order body, index, notification, and nothing once it is destroyed or failed.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -20,6 +20,7 @@ from pvrdma_server.backend import (
     BackendQp,
     BackendSrq,
     Completion,
+    Done,
     RecvWr,
     Refused,
     SendEntries,
@@ -30,6 +31,7 @@ from pvrdma_server.guest_memory import GuestMemory
 from pvrdma_server.qp_ops import (
     SendRules,
     encode_cqe,
+    encode_done,
     parse_recv_untrusted,
     parse_send_untrusted,
     wr_id_of,
@@ -134,15 +136,18 @@ class Cq:
     failed: bool = False
     backlog: deque[tuple[bytes, bool]] = field(default_factory=deque)
 
-    def complete(self, cqe: bytes, *, solicited: bool) -> None:
-        """Publish one encoded completion; `solicited` also for every unsuccessful one.
+    def complete(self, cqes: bytes, *, solicited: bool) -> None:
+        """Publish encoded completions, one or more in a row; `solicited` also for every unsuccessful one.
 
-        Order: body, index, then the notification.
+        Order: bodies, index, then the notification, one for all of them.
         """
         if self.failed:
             return
-        if self.backlog or not self._publish(cqe):
-            self.backlog.append((cqe, solicited))
+        if self.backlog or not self._publish(cqes):
+            size = self.ring.entry_size
+            self.backlog.extend(
+                (cqes[at : at + size], solicited) for at in range(0, len(cqes), size)
+            )
             if len(self.backlog) > self.ring.capacity:
                 self._fail()
             return
@@ -158,9 +163,9 @@ class Cq:
         for cqe, solicited in waiting:
             self.complete(cqe, solicited=solicited)
 
-    def _publish(self, cqe: bytes) -> bool:
+    def _publish(self, cqes: bytes) -> bool:
         try:
-            if not self.ring.push_untrusted(cqe):
+            if not self.ring.push_all_untrusted(cqes):
                 self._fail()
         except BadGuestAddress:
             return False
@@ -390,6 +395,11 @@ class Qp:
     def complete_send(self, wc: Completion) -> None:
         """See `backend.QpOwner`."""
         self._complete(self.send_cq, wc, wc.status != WcStatus.SUCCESS)
+
+    def complete_sends(self, done: Sequence[Done]) -> None:
+        """See `backend.QpOwner`."""
+        if not self.destroyed:
+            self.send_cq.complete(encode_done(done, self.handle), solicited=False)
 
     def complete_recv(self, wc: Completion, *, solicited: bool) -> None:
         """See `backend.QpOwner`."""

@@ -13,7 +13,10 @@ Contract: pure functions over byte snapshots; `..._untrusted` raise only `BadWqe
 Read first: rings.py. Source: vmw_pvrdma-abi.h (pvrdma_sq_wqe_hdr, pvrdma_rq_wqe_hdr, pvrdma_sge, pvrdma_cqe).
 """
 
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import cache
+from struct import Struct, calcsize
+from typing import Final, NamedTuple, TypeAlias, cast
 
 from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi import vmw_pvrdma_abi as abi
@@ -23,10 +26,12 @@ from pvrdma_server.backend import (
     AddressVector,
     Atomic,
     Completion,
+    Done,
     FastReg,
     Invalidate,
     Rdma,
     RecvWr,
+    SendEntries,
     SendWr,
     Ud,
 )
@@ -117,6 +122,31 @@ def parse_recv_untrusted(wqe: bytes, max_sge: int) -> RecvWr:
     """
     hdr = abi.RQ_WQE_HDR.unpack_from(wqe)
     return RecvWr(hdr.wr_id, _parse_sges_untrusted(wqe, abi.RQ_WQE_HDR_SIZE, hdr.num_sge, max_sge))
+
+
+# What `snapshot_sends` gives: wr_id, num_sge, opcode, send_flags, ex (as a number), remote_addr, rkey, and an element's
+# addr, length, lkey.
+PlainSend: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
+_PLAIN: Final = "<QI4xIII4xQI36xQII"
+
+
+@cache
+def _plain_layout(entry_size: int) -> Struct:
+    return Struct(f"{_PLAIN}{entry_size - calcsize(_PLAIN)}x")
+
+
+def snapshot_sends(entries: SendEntries, most: int) -> Iterator[PlainSend]:
+    """Up to `most` of the entries in a row that have been produced, copied, and then read as requests of one element.
+
+    Unchecked: what it gives means nothing unless `num_sge` is 1 and the opcode's arm is an RDMA's or none.
+    """
+    tail, mask, size = entries.prod_tail[0], entries.index_mask, entries.entry_size
+    used = (tail - entries.cons_head) & mask
+    if tail & ~mask or used > (mask >> 1) + 1:
+        return iter(())  # the guest has just spoilt it; who looks at the ring next will see
+    count = min(most, used, len(entries.slots) // size)
+    copy = bytes(entries.slots[: count * size])
+    return cast(Iterator[PlainSend], _plain_layout(size).iter_unpack(copy))
 
 
 def wr_id_of(wqe: bytes) -> int:
@@ -238,4 +268,19 @@ def encode_cqe(wc: Completion, qp_handle: int, *, kernel: bool) -> bytes:
             smac=_NO_MAC,
             network_hdr_type=wc.network_hdr_type,
         )
+    )
+
+
+# The rest of a completion that has nothing to tell but its request, opcode, status and length.
+_BARE_CQE: Final = abi.CQE.pack(
+    abi.Cqe(0, 0, 0, 0, 0, bytes(4), 0, 0, 0, 0, 0, 0, 0, 1, _NO_MAC, 0)
+)
+_DONE: Final = Struct(f"<QQIII{len(_BARE_CQE) - 28}s")
+
+
+def encode_done(done: Sequence[Done], qp_handle: int) -> bytes:
+    """As `encode_cqe`, of sends that succeeded, one after the other."""
+    pack, rest, success = _DONE.pack, _BARE_CQE[28:], int(WcStatus.SUCCESS)
+    return b"".join(
+        [pack(wr_id, qp_handle, opcode, success, length, rest) for wr_id, opcode, length in done]
     )

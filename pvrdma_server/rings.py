@@ -186,6 +186,34 @@ class ProducerRing(Ring):
         words[self._tail] = (tail + 1) & self._index_mask
         return True
 
+    def push_all_untrusted(self, entries: bytes) -> bool:
+        """Publish entries that lie in a row, each as long as a slot, with one store of the index.
+
+        Order: as `push_untrusted`.
+
+        Returns:
+            Whether there was room for all of them; the oldest are published in any case.
+
+        Raises:
+            BadRingIndex, BadGuestAddress: as `push_untrusted`; nothing is published.
+        """
+        words, tail, _, used = self._indices_untrusted()
+        size = self.entry_size
+        count = min(len(entries) // size, self.capacity - used)
+        first = min(count, self.capacity - (tail & self._slot_mask))
+        self._store(tail, entries[: first * size])
+        if first < count:
+            self._store(tail + first, entries[first * size : count * size])
+        words[self._tail] = (tail + count) & self._index_mask
+        return count * size == len(entries)
+
+    def _store(self, index: int, entries: bytes) -> None:
+        offset = self._base + (index & self._slot_mask) * self.entry_size
+        at = 0
+        for view in self._pages.views_untrusted(offset, len(entries)):
+            view[:] = entries[at : at + len(view)]
+            at += len(view)
+
 
 def entries_per(pages: int, entry_size: int) -> int:
     """How many entries fit in `pages` pages."""

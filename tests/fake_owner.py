@@ -4,9 +4,11 @@ A `Station` is one guest on one backend; a `Bench` has one or two of them and a 
 only when told. Nothing here knows which backend it drives.
 """
 
+import struct
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from typing import Any
 
 from pvrdma_server.abi.pvrdma_dev_api import GidType
@@ -20,7 +22,7 @@ from pvrdma_server.abi.pvrdma_verbs import (
     QpType,
     SendFlags,
 )
-from pvrdma_server.abi.vmw_pvrdma_abi import Sge, WrOpcode
+from pvrdma_server.abi.vmw_pvrdma_abi import SGE, SQ_WQE_RDMA, Sge, SqWqeRdma, WrOpcode
 from pvrdma_server.backend import (
     AddressVector,
     Arm,
@@ -30,6 +32,7 @@ from pvrdma_server.backend import (
     BackendQp,
     BackendSrq,
     Completion,
+    Done,
     QpInit,
     Rdma,
     RdmaBackend,
@@ -39,10 +42,14 @@ from pvrdma_server.backend import (
     Ud,
 )
 from pvrdma_server.guest_memory import PAGE_SIZE, GuestMemory, GuestPages
+from pvrdma_server.qp_ops import sq_entry_size
 
 RAM_BASE = 0x4000_0000
 ALL_ACCESS = 15
 GSI_QKEY = 0x8001_0000
+# The ring that a `FakeOwner` makes believe to have.
+MAX_SGE, INDEX_MASK = 11, 0x3FF
+ENTRY_SIZE = sq_entry_size(MAX_SGE)
 
 
 def gid_v4(last: int) -> bytes:
@@ -67,6 +74,20 @@ class Bell:
         self.rings += 1
 
 
+def _looks_like_an_rdma(wr: SendWr) -> bool:
+    return (wr.arm is None or isinstance(wr.arm, Rdma)) and len(wr.sges) <= MAX_SGE
+
+
+def _entry(wr: SendWr) -> bytes:
+    arm = wr.arm if isinstance(wr.arm, Rdma) else Rdma(0, 0)
+    flags = wr.send_flags & ~SendFlags.SIGNALED | (SendFlags.SIGNALED if wr.signaled else 0)
+    header = SqWqeRdma(
+        wr.wr_id, len(wr.sges), 0, wr.opcode, flags, wr.imm, arm.remote_addr, arm.rkey
+    )
+    sges = b"".join(SGE.pack(sge) for sge in wr.sges)
+    return (SQ_WQE_RDMA.pack(header) + sges).ljust(ENTRY_SIZE, b"\xee")
+
+
 @dataclass(slots=True)
 class FakeOwner:
     """A QP's owner: posted work in deques, what the backend reported in lists."""
@@ -89,14 +110,28 @@ class FakeOwner:
         return self.recvs.popleft() if self.recvs else None
 
     def peek_sends(self) -> SendEntries | None:
-        return None  # these are no entries of a ring
+        """The requests in front that look like an RDMA, as entries of a ring; those behind are not posted yet."""
+        assert not self.gone
+        front = list(takewhile(_looks_like_an_rdma, islice(self.sends, 50)))
+        if not front:
+            return None
+        head = INDEX_MASK - 1
+        tail = (head + len(front)) & INDEX_MASK
+        state = memoryview(bytearray(struct.pack("<II", tail, head))).cast("I")
+        slots = memoryview(bytearray(b"".join(map(_entry, front))))
+        return SendEntries(state, head, INDEX_MASK, slots, ENTRY_SIZE, signal_all=False)
 
     def took_sends(self, count: int) -> None:
-        raise AssertionError("none were there to be taken")
+        for _ in range(count):
+            self.sends.popleft()
 
     def complete_send(self, wc: Completion) -> None:
         assert not self.gone
         self.sent.append(wc)
+
+    def complete_sends(self, done: Sequence[Done]) -> None:
+        for wr_id, opcode, length in done:
+            self.complete_send(Completion(wr_id, 0, opcode, length))
 
     def complete_recv(self, wc: Completion, *, solicited: bool) -> None:
         assert not self.gone

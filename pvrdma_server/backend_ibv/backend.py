@@ -10,6 +10,8 @@ import os
 import select
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import structlog
@@ -48,6 +50,7 @@ from pvrdma_server.guest_memory import GuestMemory, GuestPages
 # Completions taken from one host queue in one `progress`: some hundred microseconds.
 _BUDGET: Final = 64
 _MAX_EVENTS: Final = 16
+_QP_NUM: Final = attrgetter("qp_num")
 
 
 class IbvConfig(NamedTuple):
@@ -229,13 +232,16 @@ class IbvBackend:
     def _drain(self) -> bool:
         touched: dict[IbvQp, None] = {}
 
-        def deliver(wc: Any) -> None:
-            qp = self._qps.get(int(wc.qp_num))
-            if qp is not None:
-                qp.completed(wc)
-                touched[qp] = None
-            else:
-                self._give_back(int(wc.wr_id))
+        def deliver(completions: list[Any]) -> None:
+            # In the host's order, whose it may be: guests' queue pairs may share a CQ.
+            for qpn, of_one in groupby(completions, _QP_NUM):
+                qp = self._qps.get(qpn)
+                if qp is not None:
+                    qp.completed_all(of_one)
+                    touched[qp] = None
+                else:
+                    for wc in of_one:
+                        self._give_back(int(wc.wr_id))
 
         more = self.cqs.drain(deliver, _BUDGET)
         srqs = {qp.srq for qp in touched if qp.srq is not None}

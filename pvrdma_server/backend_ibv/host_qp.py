@@ -18,7 +18,13 @@ from pvrdma_server.backend_ibv.host import ah_attr_of_qp, gid_text, giving_back,
 from pvrdma_server.backend_ibv.memory import IbvPd, Registrar
 from pvrdma_server.backend_ibv.queues import CompletionQueues, HostCq
 from pvrdma_server.backend_ibv.receives import Receives
-from pvrdma_server.backend_ibv.requests import CONNECTED, DATAGRAMS, NO_READS
+from pvrdma_server.backend_ibv.requests import (
+    CONNECTED,
+    DATAGRAMS,
+    NO_READS,
+    PLAIN,
+    PLAIN_NO_READS,
+)
 from pvrdma_server.backend_ibv.srq import IbvSrq
 from pvrdma_server.errors import BackendError
 from pvrdma_server.qp_state import TRANSITIONS
@@ -117,6 +123,8 @@ class HostQp:
         self._peer_qpn = 0
         self._datagram = init.qp_type == QpType.UD
         self._opcodes = DATAGRAMS if self._datagram else NO_READS
+        self._takes_plain = not self._datagram and init.max_send_sge > 0
+        self._plain = PLAIN_NO_READS if self._takes_plain else frozenset()
         self._send_room = init.max_send_wr
         self._max_message = around.limits.max_msg_size
         self._sent: deque[Sent] = deque()
@@ -200,6 +208,8 @@ class HostQp:
         # rxe lets a read wait for ever where none is allowed; it fails where it is taken.
         if not self._datagram:
             self._opcodes = CONNECTED if attr.max_rd_atomic else NO_READS
+        if self._takes_plain:
+            self._plain = PLAIN if attr.max_rd_atomic else PLAIN_NO_READS
         if target == QpState.RESET:
             self._forget_work()
         else:

@@ -10,6 +10,7 @@ Contract: completions reach the owner in posting order, unsuccessful ones whethe
 have on hardware.
 """
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from pvrdma_server.abi.mad import (
@@ -22,7 +23,7 @@ from pvrdma_server.abi.mad import (
 from pvrdma_server.abi.pvrdma_dev_api import EqeType
 from pvrdma_server.abi.pvrdma_verbs import QpState
 from pvrdma_server.abi.vmw_pvrdma_abi import NetworkHdrType, WcFlags, WcOpcode, WcStatus
-from pvrdma_server.backend import Completion
+from pvrdma_server.backend import Completion, Done
 from pvrdma_server.backend_ibv.host_qp import Sent
 from pvrdma_server.backend_ibv.receives import Taken
 from pvrdma_server.backend_ibv.work import WorkingQp
@@ -42,8 +43,30 @@ class IbvQp(WorkingQp):
 
     # --- completions -------------------------------------------------------------------------------------------------
 
-    def completed(self, wc: Any) -> None:
-        """Take one host completion of this queue pair."""
+    def completed_all(self, completions: Iterable[Any]) -> None:
+        """Take host completions of this queue pair, in their order."""
+        sent = self._sent
+        done: list[Done] = []
+        for wc in completions:
+            # Numbers are unique: this can only be the oldest send's.
+            oldest = bool(sent) and sent[0].number == wc.wr_id and not wc.status
+            if oldest:
+                entry = sent.popleft()
+                if entry.signaled:
+                    done.append((entry.wr_id, entry.opcode, wc.byte_len))
+                if not sent or sent[0].number:
+                    continue
+            if done:
+                self._owner.complete_sends(done)
+                done = []
+            if oldest:
+                self._settle_sent()
+            else:
+                self._completed(wc)
+        if done:
+            self._owner.complete_sends(done)
+
+    def _completed(self, wc: Any) -> None:
         number = int(wc.wr_id)
         receives = self._receives if self.srq is None else self.srq
         taken = receives.take(number)

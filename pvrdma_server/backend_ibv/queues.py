@@ -3,8 +3,9 @@
 The guest's completion queues are rings in its memory that the core writes; the host's only carry completions to us. A
 queue pair reserves as many entries as it can have requests outstanding, so a host queue never overflows.
 
-Contract: `CompletionQueues.drain` hands every completion that is there to `deliver`; `armed` is kept by `settle`, which
-takes the channel's events and asks for the next one, and then looks once more: no completion is ever slept over.
+Contract: `CompletionQueues.drain` hands the completions that are there to `deliver`, some at a time; `armed` is kept by
+`settle`, which takes the channel's events and asks for the next one, and then looks once more: no completion is ever
+slept over.
 """
 
 import os
@@ -72,7 +73,7 @@ class CompletionQueues:
         """Give entries back; the queue itself stays for the next queue pair."""
         cq.reserved -= entries
 
-    def drain(self, deliver: Callable[[Any], None], budget: int) -> bool:
+    def drain(self, deliver: Callable[[list[Any]], None], budget: int) -> bool:
         """Deliver completions, `budget` of each queue at most; true when there may be more."""
         more = False
         for cq in self._cqs:
@@ -80,8 +81,8 @@ class CompletionQueues:
             while left > 0 and cq.reserved:
                 with verb("ibv_poll_cq"):
                     found, completions = cq.cq.poll(min(left, _POLL_BATCH))
-                for wc in completions:
-                    deliver(wc)
+                if completions:
+                    deliver(completions)
                 if found < min(left, _POLL_BATCH):
                     break
                 left -= found

@@ -16,12 +16,14 @@ from pyverbs.wr import SGE, RecvWR, SendWR
 from pvrdma_server.abi.pvrdma_verbs import SendFlags
 from pvrdma_server.abi.vmw_pvrdma_abi import Sge, WcOpcode, WrOpcode
 from pvrdma_server.backend import Arm, Atomic, Invalidate, Rdma, Ud
+from pvrdma_server.qp_ops import PlainSend
 
 # Requests handed to the host in one call; more would keep a vCPU waiting.
 BATCH: Final = 32
 _SIGNALED: Final = int(SendFlags.SIGNALED)
 # Inline data is the guest's to fetch: it lies in its WQE's buffers, which the host reads like any others.
 _PASSED_FLAGS: Final = int(SendFlags.FENCE | SendFlags.SOLICITED)
+_KEPT_FLAGS: Final = _PASSED_FLAGS | _SIGNALED
 
 # guest's opcode -> (ibv_wr_opcode, the completion's opcode)
 OPCODES: Final[dict[int, tuple[int, int]]] = {
@@ -36,6 +38,19 @@ OPCODES: Final[dict[int, tuple[int, int]]] = {
 }
 # What a queue pair takes: the arm that each opcode must come with.
 DATAGRAMS: Final[dict[int, type]] = {int(WrOpcode.SEND): Ud, int(WrOpcode.SEND_WITH_IMM): Ud}
+# Requests that need no more than an RDMA's arm, and go a shorter way if they have one element.
+PLAIN_NO_READS: Final = frozenset(
+    map(
+        int,
+        (
+            WrOpcode.RDMA_WRITE,
+            WrOpcode.RDMA_WRITE_WITH_IMM,
+            WrOpcode.SEND,
+            WrOpcode.SEND_WITH_IMM,
+        ),
+    )
+)
+PLAIN: Final = PLAIN_NO_READS | {int(WrOpcode.RDMA_READ)}
 NO_READS: Final[dict[int, type]] = {
     int(WrOpcode.RDMA_WRITE): Rdma,
     int(WrOpcode.RDMA_WRITE_WITH_IMM): Rdma,
@@ -78,6 +93,31 @@ class SendChain:
             _keep_for_ever(element)  # both free the element's memory when they end
         for request, following in pairwise(self._requests):
             request.next_wr = following
+
+    def post_plain(
+        self, qp: Any, numbers: Sequence[int], sends: Sequence[PlainSend], signals: int
+    ) -> int:
+        """As `post`, of sends with opcodes in `PLAIN` and one element.
+
+        The last one is signalled in any case; `signals` is SendFlags.SIGNALED or, if each says so for itself, 0.
+        """
+        first = BATCH - len(sends)
+        requests = self._requests[first:]
+        for request, element, number, send in zip(
+            requests, self._elements[first:], numbers, sends, strict=True
+        ):
+            _, _, opcode, flags, ex, remote_addr, rkey, addr, length, lkey = send
+            element.addr = addr
+            element.length = length
+            element.lkey = lkey
+            request.num_sge = 1
+            request.wr_id = number
+            request.opcode = OPCODES[opcode][0]
+            request.send_flags = flags & _KEPT_FLAGS | signals
+            request.imm_data = ex
+            request.set_wr_rdma(rkey, remote_addr)  # no other arm's words
+        requests[-1].send_flags = sends[-1][3] & _KEPT_FLAGS | _SIGNALED
+        return _post(qp.post_send, requests, _FAILED_SEND)
 
     def post(self, qp: Any, sends: Sequence[HostSend]) -> int:
         """Post up to `BATCH` sends; how many the host took (all, unless one of them is not to its liking)."""

@@ -27,6 +27,7 @@ from pvrdma_server.backend import (
     FastReg,
     Invalidate,
     Rdma,
+    SendEntries,
     SendWr,
     Ud,
 )
@@ -36,10 +37,12 @@ from pvrdma_server.qp_ops import (
     MAX_FAST_REG_PAGES,
     SendRules,
     encode_cqe,
+    encode_done,
     parse_recv_untrusted,
     parse_send_untrusted,
     rq_entry_size,
     send_rules,
+    snapshot_sends,
     sq_entry_size,
     wr_id_of,
 )
@@ -370,3 +373,55 @@ def test_flags_that_neither_reader_can_take_are_never_set(wc_flags: int) -> None
     both = WcFlags.GRH | WcFlags.WITH_IMM
     assert kernel & both == user & both == wc_flags & both
     assert bool(kernel & WcFlags.WITH_NETWORK_HDR_TYPE) == bool(wc_flags & WcFlags.GRH)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_sends_that_succeeded_look_the_same_at_once(kernel: bool) -> None:
+    done = [(WR_ID, WcOpcode.RDMA_READ, 0x1234), (2**64 - 1, WcOpcode.SEND, 2**32 - 1), (0, 0, 0)]
+    each = [encode_cqe(Completion(w, 0, o, n), 0x42, kernel=kernel) for w, o, n in done]
+    assert encode_done(done, 0x42) == b"".join(each)
+
+
+# --- many at once --------------------------------------------------------------------------------------------------
+
+
+def lying(tail: int, head: int, entries: bytes, size: int, mask: int = 15) -> SendEntries:
+    state = memoryview(bytearray(struct.pack("<II", tail, head))).cast("I")
+    return SendEntries(state, head, mask, memoryview(bytearray(entries)), size, signal_all=False)
+
+
+@given(max_sge=st.integers(1, 16), raw=st.binary(min_size=96, max_size=96), flags=st.integers(0, 7))
+def test_a_plain_request_reads_the_same_at_once(max_sge: int, raw: bytes, flags: int) -> None:
+    opcodes = (WrOpcode.RDMA_WRITE, WrOpcode.RDMA_READ, WrOpcode.RDMA_WRITE_WITH_IMM)
+    rules, size = USER_RC._replace(max_sge=max_sge), sq_entry_size(max_sge)
+    entries = []
+    for opcode in opcodes:
+        fields = struct.pack("<QIIII", WR_ID + opcode, 1, 0, opcode, flags)
+        entries.append((fields + raw[24:]).ljust(size, b"\xee"))
+    found = list(snapshot_sends(lying(1, 14, b"".join(entries), size), 16))
+    for entry, plain in zip(entries, found, strict=True):
+        wr = parse(entry, rules)
+        ex, remote_addr, rkey = plain[4:7]
+        assert plain[:4] == (wr.wr_id, 1, wr.opcode, wr.send_flags)
+        assert ex.to_bytes(4, "little") == wr.imm
+        assert Rdma(remote_addr, rkey) == wr.arm
+        assert (Sge._make(plain[7:]),) == wr.sges
+
+
+@pytest.mark.parametrize(
+    ("tail", "most", "count"),
+    [
+        (3, 16, 3), (3, 2, 2), (0, 16, 0),
+        (8, 16, 4),  # the rest lies at the ring's beginning
+        (9, 16, 0), (15, 16, 0), (16, 16, 0), (2**32 - 1, 16, 0),  # no indices any more
+    ],
+)  # fmt: skip
+def test_how_many_are_read_at_once(tail: int, most: int, count: int) -> None:
+    assert len(list(snapshot_sends(lying(tail, 0, bytes(4 * 128), 128), most))) == count
+
+
+def test_what_is_read_at_once_is_a_snapshot() -> None:
+    entries = lying(2, 0, bytes(4 * 128), 128)
+    found = snapshot_sends(entries, 2)
+    entries.slots[:] = b"\xff" * (4 * 128)
+    assert {number for plain in found for number in plain} == {0}

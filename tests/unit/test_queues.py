@@ -23,7 +23,7 @@ from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi import vmw_pvrdma_abi as abi
 from pvrdma_server.abi.pvrdma_dev_api import EqeType
 from pvrdma_server.abi.pvrdma_verbs import QpState, SendFlags
-from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus, WrOpcode
+from pvrdma_server.abi.vmw_pvrdma_abi import WcOpcode, WcStatus, WrOpcode
 from pvrdma_server.errors import BadWqe
 
 # --- sending -------------------------------------------------------------------------------------------------------
@@ -276,6 +276,50 @@ def test_a_backlog_is_no_larger_than_its_cq(bed: Bed, user: UserProcess, qp: Qp)
         assert cq.failed == (number >= 2)
     bed.machine.map_ram()
     assert bed.driver.take_events() == [api.Eqe(EqeType.CQ_ERR, other.send_cq.handle)]
+
+
+def test_many_completions_at_once_notify_once(bed: Bed, qp: Qp) -> None:
+    owner = bed.machine.device.resources.qps.get_untrusted(qp.handle)
+    qp.send_cq.arm()
+    owner.complete_sends([(number, WcOpcode.SEND, 5) for number in range(3)])
+    bed.machine.device.progress(1)
+    assert qp.send_cq.notified() == 1
+    assert [(wc.wr_id, wc.byte_len) for wc in qp.send_cq.wait(3)] == [(0, 5), (1, 5), (2, 5)]
+    owner.complete_sends([(3, WcOpcode.SEND, 5)])
+    bed.machine.device.progress(1)
+    assert qp.send_cq.notified() == 0
+
+
+def test_many_completions_at_once_wait_for_memory(bed: Bed, qp: Qp) -> None:
+    owner = bed.machine.device.resources.qps.get_untrusted(qp.handle)
+    qp.send_cq.arm()
+    bed.machine.unmap_ram()
+    owner.complete_sends([(number, WcOpcode.SEND, 0) for number in range(3)])
+    owner.complete_sends([(3, WcOpcode.SEND, 0)])
+    bed.machine.map_ram()
+    assert qp.send_cq.notified() == 1
+    assert [wc.wr_id for wc in qp.send_cq.wait(4)] == [0, 1, 2, 3]
+
+
+def test_more_completions_at_once_than_there_is_room(bed: Bed, user: UserProcess, qp: Qp) -> None:
+    other = ready(Qp(user, send_cq=user.cq(2)))
+    owner = bed.machine.device.resources.qps.get_untrusted(other.handle)
+    owner.complete_sends([(number, WcOpcode.SEND, 0) for number in range(5)])
+    bed.machine.device.progress(1)
+    assert [wc.wr_id for wc in other.send_cq.wait(2)] == [0, 1]
+    assert bed.driver.take_events()[0] == api.Eqe(EqeType.CQ_ERR, other.send_cq.handle)
+    owner.complete_sends([(9, WcOpcode.SEND, 0)])
+    assert other.send_cq.poll() == []
+
+
+def test_no_completions_at_once_for_a_queue_pair_that_is_gone(
+    bed: Bed, user: UserProcess, qp: Qp
+) -> None:
+    owner = bed.machine.device.resources.qps.get_untrusted(qp.handle)
+    cq = qp.send_cq
+    qp.destroy()
+    owner.complete_sends([(1, WcOpcode.SEND, 0)])
+    assert cq.poll() == []
 
 
 def test_forty_moves_of_memory(bed: Bed, qp: Qp) -> None:

@@ -130,6 +130,38 @@ def test_entries_come_out_as_they_went_in_many_times_round() -> None:
     assert len(expected) >= 7
 
 
+@given(
+    tail=st.integers(0, 15),
+    used=st.integers(0, 8),
+    count=st.integers(1, 20),
+    size=st.sampled_from([64, 1024]),
+)
+def test_many_at_once_are_published_as_one_after_the_other(
+    tail: int, used: int, count: int, size: int
+) -> None:
+    """Over the end of the ring, over the ends of scattered pages, and up to the last free slot."""
+    at_once, one_by_one = Fixture(8, size), Fixture(8, size)
+    entries = [bytes([number]) * size for number in range(1, count + 1)]
+    for ring in (at_once, one_by_one):
+        ring.set((tail + used) % 16, tail)
+    expected = [one_by_one.producer.push_untrusted(entry) for entry in entries]
+    assert at_once.producer.push_all_untrusted(b"".join(entries)) == all(expected)
+    assert at_once.words.prod_tail == one_by_one.words.prod_tail
+    assert [at_once.slot(n) for n in range(8)] == [one_by_one.slot(n) for n in range(8)]
+    for ring in (at_once, one_by_one):
+        ring.close()
+
+
+def test_many_at_once_in_memory_that_is_not_there() -> None:
+    ring = Fixture(8, 64)
+    ring.memory.remove_region(ring.ram.iova, ring.ram.size)
+    with pytest.raises(BadGuestAddress):
+        ring.producer.push_all_untrusted(bytes(128))
+    ring.map()
+    assert ring.words.prod_tail == 0
+    ring.close()
+
+
 def test_a_popped_entry_is_a_snapshot() -> None:
     ring = Fixture(8, 64)
     ring.dir.write(PAGE, b"before" + bytes(58))
