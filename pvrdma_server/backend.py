@@ -1,8 +1,9 @@
 """What the device core asks of a backend, what a backend may ask of the core, and the values that pass between them.
 
 Contract: everything here is called from one thread, returns at once and does no blocking I/O. The core never holds a
-queue of work: it *offers* work (`QpOwner.pop_send`, `pop_recv` read the guest's rings), the backend takes as much as it
-has room for, now or later. So a guest's ring is the only queue, its size the only limit, and a flush finds everything.
+queue of work: it *offers* work (`QpOwner.pop_send`, `pop_recv` and their like read the guest's rings), the backend
+takes as much as it has room for, now or later. So a guest's ring is the only queue, its size the only limit, and a
+flush finds everything.
 
 A backend reports through the owner objects it was given, synchronously, from inside `progress` or from inside the call
 that caused it. Order per queue is the order of posting.
@@ -172,6 +173,9 @@ class QpOwner(Protocol):
     def pop_recv(self) -> RecvWr | None:
         """Take the next posted receive from the QP's own receive queue, or None."""
 
+    def pop_recvs(self, most: int) -> list[RecvWr]:
+        """Take some of the next posted receives, up to `most`; none only if there is none."""
+
     def complete_send(self, wc: Completion) -> None:
         """Publish a completion of the send queue. Called for signalled, failed and flushed requests only."""
 
@@ -180,6 +184,9 @@ class QpOwner(Protocol):
 
     def complete_recv(self, wc: Completion, *, solicited: bool) -> None:
         """Publish a completion of the receive queue (of its own RQ or of its SRQ)."""
+
+    def complete_recvs(self, wcs: Sequence[Completion]) -> None:
+        """Publish solicited completions, as `complete_recv` one after the other would."""
 
     def state_changed(self, state: int) -> None:
         """The backend moved the QP to `state` (ERR, SQE or SQD drained) by itself."""
@@ -193,6 +200,9 @@ class SrqOwner(Protocol):
 
     def pop_recv(self) -> RecvWr | None:
         """Take the next posted receive, or None. Raises the SRQ limit event itself."""
+
+    def pop_recvs(self, most: int) -> list[RecvWr]:
+        """Take some, up to `most`, none only if there is none; `held` counts them at once, then comes `check_limit`."""
 
     def check_limit(self) -> None:
         """A message has used a receive that `held` counted: raise the SRQ limit event if it was the one too many."""

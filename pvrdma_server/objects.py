@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from pvrdma_server.abi.pvrdma_dev_api import EqeType
 from pvrdma_server.abi.pvrdma_verbs import QpAttr, QpState
-from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus
+from pvrdma_server.abi.vmw_pvrdma_abi import Sge, WcStatus
 from pvrdma_server.backend import (
     BackendMr,
     BackendPd,
@@ -34,6 +34,7 @@ from pvrdma_server.qp_ops import (
     encode_done,
     parse_recv_untrusted,
     parse_send_untrusted,
+    plain_recvs,
     wr_id_of,
 )
 from pvrdma_server.rings import ConsumerRing, ProducerRing
@@ -182,14 +183,14 @@ class Cq:
 
 
 def pop_or_report(
-    ring: ConsumerRing, hooks: DeviceHooks, what: str, corrupt: Callable[[], None]
+    ring: ConsumerRing, hooks: DeviceHooks, what: str, corrupt: Callable[[], None], most: int = 1
 ) -> bytes | None:
-    """The next entry of a ring; None when there is none, or none to be had, which is then reported.
+    """The next entries of a ring, up to `most`; None when there is none, or none to be had, which is then reported.
 
     `corrupt` is called when the ring's indices cannot be any, so that nothing will ever come from it again.
     """
     try:
-        entry = ring.pop_untrusted()
+        entries = ring.pop_untrusted(most)
     except BadGuestAddress:
         hooks.work_missed()
         return None
@@ -197,9 +198,9 @@ def pop_or_report(
         hooks.guest_error(what, e)
         corrupt()
         return None
-    if entry is None and ring.watch_token is not None:
+    if entries is None and ring.watch_token is not None:
         hooks.ring_drained(ring.watch_token)
-    return entry
+    return entries
 
 
 class Receiver:
@@ -218,8 +219,24 @@ class Receiver:
     def pop(self) -> RecvWr | None:
         """The next receive; one that cannot be decoded comes with the status it must complete with."""
         wqe = pop_or_report(self.ring, self.hooks, self.what, self.corrupt)
-        if wqe is None:
-            return None
+        return None if wqe is None else self._decode(wqe)
+
+    def pop_all(self, most: int) -> list[RecvWr]:
+        """The next receives, as `pop` would give them: up to `most` that lie in a row."""
+        entries = pop_or_report(self.ring, self.hooks, self.what, self.corrupt, most)
+        if entries is None:
+            return []
+        size, decode = self.ring.entry_size, self._decode
+        return [
+            RecvWr(wr_id, (Sge(addr, length, lkey),))
+            if num_sge == 1
+            else decode(entries[number * size : (number + 1) * size])
+            for number, (wr_id, num_sge, addr, length, lkey) in enumerate(
+                plain_recvs(entries, size)
+            )
+        ]
+
+    def _decode(self, wqe: bytes) -> RecvWr:
         try:
             return parse_recv_untrusted(wqe, self.max_sge)
         except BadWqe as e:
@@ -274,11 +291,14 @@ class Srq:
             self.check_limit()
         return wr
 
+    def pop_recvs(self, most: int) -> list[RecvWr]:
+        """See `backend.SrqOwner`."""
+        return self.receiver.pop_all(most)
+
     def check_limit(self) -> None:
         """Fire and disarm the limit if it has been reached."""
         # What a host device has taken and not used is still posted, to the guest.
-        used = self.receiver.used() + self.backend.held
-        if self.limit and used < self.limit:
+        if self.limit and self.receiver.used() + self.backend.held < self.limit:
             self.limit = 0
             self.hooks.async_event(EqeType.SRQ_LIMIT_REACHED, self.handle)
 
@@ -392,6 +412,10 @@ class Qp:
         """See `backend.QpOwner`."""
         return self._receiver.pop() if self._receiver else None
 
+    def pop_recvs(self, most: int) -> list[RecvWr]:
+        """See `backend.QpOwner`."""
+        return self._receiver.pop_all(most) if self._receiver else []
+
     def complete_send(self, wc: Completion) -> None:
         """See `backend.QpOwner`."""
         self._complete(self.send_cq, wc, wc.status != WcStatus.SUCCESS)
@@ -405,6 +429,15 @@ class Qp:
         """See `backend.QpOwner`."""
         self.receives += 1
         self._complete(self.recv_cq, wc, solicited or wc.status != WcStatus.SUCCESS)
+
+    def complete_recvs(self, wcs: Sequence[Completion]) -> None:
+        """See `backend.QpOwner`."""
+        self.receives += len(wcs)
+        if not self.destroyed:
+            cq, handle = self.recv_cq, self.handle
+            kernel = cq.ctx is None
+            cqes = [encode_cqe(wc, handle, kernel=kernel) for wc in wcs]
+            cq.complete(b"".join(cqes), solicited=True)
 
     def _complete(self, cq: Cq, wc: Completion, solicited: bool) -> None:
         if wc.status:

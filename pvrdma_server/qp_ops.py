@@ -149,6 +149,24 @@ def snapshot_sends(entries: SendEntries, most: int) -> Iterator[PlainSend]:
     return cast(Iterator[PlainSend], _plain_layout(size).iter_unpack(copy))
 
 
+_PLAIN_RECV: Final = "<QI4xQII"
+
+
+@cache
+def _recv_layout(entry_size: int) -> Struct:
+    return Struct(f"{_PLAIN_RECV}{entry_size - calcsize(_PLAIN_RECV)}x")
+
+
+def plain_recvs(wqes: bytes, entry_size: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Receive queue entries in a row as wr_id, num_sge, and an element's addr, length, lkey.
+
+    Every queue's entries have room for an element. Unchecked: what it gives means nothing unless `num_sge` is 1.
+    """
+    return cast(
+        Iterator[tuple[int, int, int, int, int]], _recv_layout(entry_size).iter_unpack(wqes)
+    )
+
+
 def wr_id_of(wqe: bytes) -> int:
     """The work request id of an entry of either kind, for the completion of one that cannot be decoded."""
     return int.from_bytes(wqe[:8], "little")
@@ -232,6 +250,7 @@ _GRH: Final = int(WcFlags.GRH)
 _NETWORK_HDR_TYPE: Final = int(WcFlags.WITH_NETWORK_HDR_TYPE)
 _KERNEL_FLAGS: Final = int(WcFlags.GRH | WcFlags.WITH_IMM | WcFlags.WITH_INVALIDATE)
 _NO_MAC: Final = bytes(6)
+_PORT: Final = 1
 _USER_FLAGS: Final = int(WcFlags.GRH | WcFlags.WITH_IMM)
 # RoCE has no service level. UCX reads a datagram's network header in its place, as mlx5 numbers it (2 IPv4, 1 IPv6),
 # and drops the datagram when it looks for the wrong address.
@@ -249,26 +268,13 @@ def encode_cqe(wc: Completion, qp_handle: int, *, kernel: bool) -> bytes:
     sl = wc.sl
     if not kernel and flags & _GRH:
         sl = _SL_OF_NETWORK.get(wc.network_hdr_type, sl)
+    # By position: names would take as long as all the rest.
     return abi.CQE.pack(
         abi.Cqe(
-            wr_id=wc.wr_id,
-            qp=qp_handle,
-            opcode=wc.opcode,
-            status=wc.status,
-            byte_len=wc.byte_len,
-            imm_data=wc.imm,
-            src_qp=wc.src_qp,
-            wc_flags=flags,
-            vendor_err=wc.vendor_err,
-            pkey_index=wc.pkey_index,
-            slid=0,
-            sl=sl,
-            dlid_path_bits=0,
-            port_num=1,
-            smac=_NO_MAC,
-            network_hdr_type=wc.network_hdr_type,
+            wc.wr_id, qp_handle, wc.opcode, wc.status, wc.byte_len, wc.imm, wc.src_qp, flags, wc.vendor_err,
+            wc.pkey_index, 0, sl, 0, _PORT, _NO_MAC, wc.network_hdr_type,
         )
-    )
+    )  # fmt: skip
 
 
 # The rest of a completion that has nothing to tell but its request, opcode, status and length.

@@ -122,10 +122,10 @@ class ConsumerRing(Ring):
 
     __slots__ = ()
 
-    def pop_untrusted(self) -> bytes | None:
-        """Copy the oldest entry out and free its slot; None when there is none.
+    def pop_untrusted(self, most: int = 1) -> bytes | None:
+        """Copy the oldest entries out and free their slots: up to `most` that lie in a row; None when there is none.
 
-        Order: the entry is copied before `cons_head` moves, because the guest may reuse the slot from then on.
+        Order: they are copied before `cons_head` moves, because the guest may reuse the slots from then on.
 
         Raises:
             BadRingIndex, BadGuestAddress: as a corrupt or unmapped ring; nothing is consumed.
@@ -133,9 +133,13 @@ class ConsumerRing(Ring):
         words, _, head, used = self._indices_untrusted()
         if not used:
             return None
-        entry = bytes(self._slot(head))
-        words[self._head] = (head + 1) & self._index_mask
-        return entry
+        slot = head & self._slot_mask
+        count = min(most, used, self.capacity - slot)
+        size = self.entry_size
+        views = self._pages.views_untrusted(self._base + slot * size, count * size)
+        entries = b"".join(views)
+        words[self._head] = (head + count) & self._index_mask
+        return entries
 
     def peek_untrusted(self) -> tuple[memoryview, int, int, memoryview] | None:
         """What has been produced, to be looked at and then skipped; None when there is nothing.

@@ -88,6 +88,11 @@ def _entry(wr: SendWr) -> bytes:
     return (SQ_WQE_RDMA.pack(header) + sges).ljust(ENTRY_SIZE, b"\xee")
 
 
+def _some_of(receives: deque[RecvWr], most: int) -> list[RecvWr]:
+    """Not all that there are, as where a ring ends."""
+    return [receives.popleft() for _ in range(min(most, len(receives), 7))]
+
+
 @dataclass(slots=True)
 class FakeOwner:
     """A QP's owner: posted work in deques, what the backend reported in lists."""
@@ -108,6 +113,10 @@ class FakeOwner:
     def pop_recv(self) -> RecvWr | None:
         assert not self.gone
         return self.recvs.popleft() if self.recvs else None
+
+    def pop_recvs(self, most: int) -> list[RecvWr]:
+        assert not self.gone
+        return _some_of(self.recvs, most)
 
     def peek_sends(self) -> SendEntries | None:
         """The requests in front that look like an RDMA, as entries of a ring; those behind are not posted yet."""
@@ -138,6 +147,10 @@ class FakeOwner:
         self.received.append(wc)
         self.solicited.append(solicited)
 
+    def complete_recvs(self, wcs: Sequence[Completion]) -> None:
+        for wc in wcs:
+            self.complete_recv(wc, solicited=True)
+
     def state_changed(self, state: int) -> None:
         assert not self.gone
         self.states.append(int(state))
@@ -154,6 +167,9 @@ class FakeSrqOwner:
 
     def pop_recv(self) -> RecvWr | None:
         return self.recvs.popleft() if self.recvs else None
+
+    def pop_recvs(self, most: int) -> list[RecvWr]:
+        return _some_of(self.recvs, most)
 
     def check_limit(self) -> None:
         self.limit_checks += 1

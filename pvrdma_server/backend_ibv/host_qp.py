@@ -123,8 +123,7 @@ class HostQp:
         self._peer_qpn = 0
         self._datagram = init.qp_type == QpType.UD
         self._opcodes = DATAGRAMS if self._datagram else NO_READS
-        self._takes_plain = not self._datagram and init.max_send_sge > 0
-        self._plain = PLAIN_NO_READS if self._takes_plain else frozenset()
+        self._plain = frozenset() if self._datagram else PLAIN_NO_READS
         self._send_room = init.max_send_wr
         self._max_message = around.limits.max_msg_size
         self._sent: deque[Sent] = deque()
@@ -208,7 +207,6 @@ class HostQp:
         # rxe lets a read wait for ever where none is allowed; it fails where it is taken.
         if not self._datagram:
             self._opcodes = CONNECTED if attr.max_rd_atomic else NO_READS
-        if self._takes_plain:
             self._plain = PLAIN if attr.max_rd_atomic else PLAIN_NO_READS
         if target == QpState.RESET:
             self._forget_work()

@@ -289,7 +289,7 @@ class Registrar:
             BackendError: it cannot be registered.
         """
         keys = pd.dma_keys
-        if not any(sge.lkey in keys for sge in sges):
+        if not keys or not any(sge.lkey in keys for sge in sges):
             return sges
         found: list[Sge] = []
         for sge in sges:

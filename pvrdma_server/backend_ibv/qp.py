@@ -31,6 +31,15 @@ from pvrdma_server.errors import BackendError
 
 # ibv_wc_flags -> ours. Source: verbs.h IBV_WC_GRH, IBV_WC_WITH_IMM, IBV_WC_WITH_INV.
 _WC_GRH, _WC_WITH_IMM, _WC_WITH_INV = 1, 2, 8
+_SEEN: Final = _WC_GRH | _WC_WITH_IMM | _WC_WITH_INV
+_GRH: Final = int(WcFlags.GRH)
+_FLAGS: Final = [
+    (_GRH if host & _WC_GRH else 0)
+    | (int(WcFlags.WITH_IMM) if host & _WC_WITH_IMM else 0)
+    | (int(WcFlags.WITH_INVALIDATE) if host & _WC_WITH_INV else 0)
+    for host in range(_SEEN + 1)
+]
+_RTR: Final = int(QpState.RTR)
 _NEXT_HDR_AT: Final = 6  # in a GRH, as in an IPv6 header
 _SUCCESS: Final = int(WcStatus.SUCCESS)
 _FLUSHED: Final = int(WcStatus.WR_FLUSH_ERR)
@@ -44,36 +53,44 @@ class IbvQp(WorkingQp):
     # --- completions -------------------------------------------------------------------------------------------------
 
     def completed_all(self, completions: Iterable[Any]) -> None:
-        """Take host completions of this queue pair, in their order."""
-        sent = self._sent
+        """Take host completions of this queue pair, in their order; what succeeds in a row is published together."""
+        sent, take = self._sent, (self._receives if self.srq is None else self.srq).take
         done: list[Done] = []
+        received: list[Completion] = []
         for wc in completions:
+            number, failed = wc.wr_id, int(wc.status)
             # Numbers are unique: this can only be the oldest send's.
-            oldest = bool(sent) and sent[0].number == wc.wr_id and not wc.status
-            if oldest:
+            if sent and sent[0].number == number and not failed:
+                if received:
+                    received = self._publish(done, received)
                 entry = sent.popleft()
                 if entry.signaled:
                     done.append((entry.wr_id, entry.opcode, wc.byte_len))
-                if not sent or sent[0].number:
-                    continue
+                if sent and not sent[0].number:
+                    done = self._publish(done, received)
+                    self._settle_sent()
+                continue
+            taken = take(number)
             if done:
-                self._owner.complete_sends(done)
-                done = []
-            if oldest:
-                self._settle_sent()
-            else:
-                self._completed(wc)
+                done = self._publish(done, received)
+            if taken is not None and not failed and not taken.dead:
+                received.append(self._received_wc(wc, taken))
+                continue
+            if received:
+                received = self._publish(done, received)
+            if taken is not None:
+                self._failed_recv(wc, taken)
+            elif sent and sent[0].number <= number:
+                self._complete_send(wc, number)
+        self._publish(done, received)
+
+    def _publish(self, done: list[Done], received: list[Completion]) -> list[Any]:
+        """One of the two at most has anything. Returns the list that takes its place."""
         if done:
             self._owner.complete_sends(done)
-
-    def _completed(self, wc: Any) -> None:
-        number = int(wc.wr_id)
-        receives = self._receives if self.srq is None else self.srq
-        taken = receives.take(number)
-        if taken is not None:
-            self._complete_recv(wc, taken)
-        elif self._sent and self._sent[0].number <= number:
-            self._complete_send(wc, number)
+        if received:
+            self._owner.complete_recvs(received)
+        return []
 
     def _complete_send(self, wc: Any, number: int) -> None:
         entry = self._sent.popleft()
@@ -101,20 +118,13 @@ class IbvQp(WorkingQp):
             self._flags.stopped = True
         return status
 
-    def _complete_recv(self, wc: Any, taken: Taken) -> None:
-        status = int(wc.status)
-        if status or taken.dead:
-            status = self._true_recv_status(taken, status)
-            self._noticed_error()
-            self._owner.complete_recv(
-                Completion(taken.wr_id, status, int(WcOpcode.RECV), vendor_err=int(wc.vendor_err)),
-                solicited=True,
-            )
-            return
-        if self.state == QpState.RTR:
-            self.established()
-        # The host does not say whether the sender asked for an event: an event too many is legal.
-        self._owner.complete_recv(self._received_wc(wc, taken), solicited=True)
+    def _failed_recv(self, wc: Any, taken: Taken) -> None:
+        status = self._true_recv_status(taken, int(wc.status))
+        self._noticed_error()
+        self._owner.complete_recv(
+            Completion(taken.wr_id, status, int(WcOpcode.RECV), vendor_err=int(wc.vendor_err)),
+            solicited=True,
+        )
 
     def _true_recv_status(self, taken: Taken, status: int) -> int:
         if taken.dead and status != _FLUSHED:
@@ -130,18 +140,17 @@ class IbvQp(WorkingQp):
         return status
 
     def _received_wc(self, wc: Any, taken: Taken) -> Completion:
-        host_flags = int(wc.wc_flags)
-        flags = (
-            (int(WcFlags.GRH) if self._datagram and host_flags & _WC_GRH else 0)
-            | (int(WcFlags.WITH_IMM) if host_flags & _WC_WITH_IMM else 0)
-            | (int(WcFlags.WITH_INVALIDATE) if host_flags & _WC_WITH_INV else 0)
-        )
+        """Of a success. The host does not say whether the sender asked for an event: an event too many is legal."""
+        if self.state == _RTR:
+            self.established()
+        flags, source, network = _FLAGS[wc.wc_flags & _SEEN], self._peer_qpn, 0
+        if self._datagram:
+            source, network = wc.src_qp, self._network_hdr_type(taken)
+        else:
+            flags &= ~_GRH
+        imm = wc.imm_data.to_bytes(4, "little")
         return Completion(
-            taken.wr_id, _SUCCESS, int(wc.opcode), int(wc.byte_len),
-            imm=int(wc.imm_data).to_bytes(4, "little"),
-            src_qp=int(wc.src_qp) if self._datagram else self._peer_qpn,
-            wc_flags=flags, sl=int(wc.sl),
-            network_hdr_type=self._network_hdr_type(taken) if self._datagram else 0,
+            taken.wr_id, _SUCCESS, int(wc.opcode), wc.byte_len, imm, source, flags, 0, 0, wc.sl, network
         )  # fmt: skip
 
     def _network_hdr_type(self, taken: Taken) -> int:

@@ -17,14 +17,13 @@ from pvrdma_server.errors import BackendError, BadGuestAddress
 
 # No region has key 0.
 _DEAD: Final = (Sge(0, 1, 0),)
-_UNKNOWN: Final = RecvWr(0, ())
 
 
 class Source(Protocol):
     """Where receives come from."""
 
-    def pop_recv(self) -> RecvWr | None:
-        """Take the next posted receive, or None."""
+    def pop_recvs(self, most: int) -> list[RecvWr]:
+        """Take some of the next posted receives, up to `most`; none only if there is none."""
 
 
 class Taken(NamedTuple):
@@ -108,16 +107,12 @@ class Receives:
 
     def _pull(self) -> list[tuple[int, Sequence[Sge]]]:
         batch: list[tuple[int, Sequence[Sge]]] = []
-        for _ in range(min(self.room - len(self.posted), BATCH)):
-            number = self._number()
-            # Noted before it is taken: the owner counts what we hold when it gives one away.
-            self.posted[number] = _UNKNOWN
-            wr = self._source.pop_recv()
-            if wr is None:
-                del self.posted[number]
-                break
-            self.posted[number] = wr
-            batch.append((number, self._elements(number, wr)))
+        room = min(self.room - len(self.posted), BATCH)
+        while len(batch) < room and (wrs := self._source.pop_recvs(room - len(batch))):
+            for wr in wrs:
+                number = self._number()
+                self.posted[number] = wr
+                batch.append((number, self._elements(number, wr)))
         return batch
 
     def _elements(self, number: int, wr: RecvWr) -> Sequence[Sge]:

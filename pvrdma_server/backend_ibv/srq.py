@@ -38,6 +38,7 @@ class IbvSrq:
         """See `backend.BackendSrq`. Feeds the host's queue as far as it has room."""
         # No queue pair owns what the host takes in no form: it is logged, and gone.
         self._receives.feed()
+        self._owner.check_limit()
 
     def take(self, number: int) -> Taken | None:
         """As `Receives.take`."""

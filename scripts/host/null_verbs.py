@@ -14,6 +14,7 @@ from typing import Any
 from pyverbs import cq, device, mr, pd, qp
 
 BATCH_POSTED = 1
+_RECV = 128  # IBV_WC_RECV
 _keys = itertools.count(0x100)
 _numbers = itertools.count(17)
 
@@ -80,12 +81,15 @@ class NullCq:
     """Completes at once what is posted."""
 
     def __init__(self, *_args: Any) -> None:
-        self.done: deque[tuple[int, int]] = deque()
+        self.done: deque[tuple[int, int, int]] = deque()
 
     def poll(self, most: int) -> tuple[int, list[Any]]:
         count = min(most, len(self.done))
         taken = [self.done.popleft() for _ in range(count)]
-        return count, [cq.WC(wr_id=number, status=0, qp_num=qpn) for number, qpn in taken]
+        return count, [
+            cq.WC(wr_id=number, status=0, qp_num=qpn, opcode=opcode)
+            for number, qpn, opcode in taken
+        ]
 
     def req_notify(self) -> None:
         pass
@@ -98,14 +102,15 @@ class NullQp:
     """Takes everything.
 
     Only the first request of a posting is shown to us, so the bench says how many it has, and how many of them, the
-    last ones, ask for a completion.
+    last ones, ask for a completion. Likewise how many receives get a message as soon as they are posted.
     """
 
     posted = signalled = BATCH_POSTED
+    received = 0
 
     def __init__(self, _pd: Any, attr: Any) -> None:
         self.qp_num = next(_numbers)
-        self._cq = attr
+        self._scq, self._rcq = attr
 
     def modify(self, *_args: Any) -> None:
         pass
@@ -113,17 +118,18 @@ class NullQp:
     def post_send(self, first: Any, _failed: Any) -> None:
         number = first.wr_id
         silent = NullQp.posted - NullQp.signalled
-        self._cq.done.extend((number + i, self.qp_num) for i in range(silent, NullQp.posted))
+        self._scq.done.extend((number + i, self.qp_num, 0) for i in range(silent, NullQp.posted))
 
-    def post_recv(self, *_args: Any) -> None:
-        pass
+    def post_recv(self, first: Any, _failed: Any) -> None:
+        number = first.wr_id
+        self._rcq.done.extend((number + i, self.qp_num, _RECV) for i in range(NullQp.received))
 
     def close(self) -> None:
         pass
 
 
-def _init_attr(scq: Any = None, **_more: Any) -> Any:
-    return scq
+def _init_attr(scq: Any = None, rcq: Any = None, **_more: Any) -> Any:
+    return scq, rcq
 
 
 def install() -> None:

@@ -24,6 +24,7 @@ from pvrdma_server.abi import vmw_pvrdma_abi as abi
 from pvrdma_server.abi.pvrdma_dev_api import EqeType
 from pvrdma_server.abi.pvrdma_verbs import QpState, SendFlags
 from pvrdma_server.abi.vmw_pvrdma_abi import WcOpcode, WcStatus, WrOpcode
+from pvrdma_server.backend import Completion
 from pvrdma_server.errors import BadWqe
 
 # --- sending -------------------------------------------------------------------------------------------------------
@@ -105,6 +106,32 @@ def test_cve_2018_20124_a_bad_receive_comes_with_its_status(
         wr = backend_of(bed, owner).arrive()
         assert wr is not None
         assert (wr.wr_id, wr.refused, wr.sges) == (wr_id, WcStatus.LOC_QP_OP_ERR, ())
+
+
+@pytest.mark.parametrize("max_sge", [1, 2, 4])
+def test_receives_taken_at_once_are_those_taken_one_by_one(
+    bed: Bed, user: UserProcess, max_sge: int
+) -> None:
+    """Twice round the ring, of every number of elements, one too many included."""
+    one, other = (Qp(user, max_wr=8, max_sge=max_sge) for _ in range(2))
+    by_one, at_once = (
+        bed.machine.device.resources.qps.get_untrusted(qp.handle) for qp in (one, other)
+    )
+    wr_id = 0
+    for count in (5, 8, 3, 1, 7):
+        for _ in range(count):
+            num_sge = wr_id % (max_sge + 2)
+            sges = [abi.Sge(wr_id << 12 | n, wr_id, n) for n in range(min(num_sge, max_sge))]
+            for qp in (one, other):
+                qp.post_recv(*sges, wr_id=wr_id, num_sge=num_sge, doorbell=False)
+            wr_id += 1
+        expected = [by_one.pop_recv() for _ in range(count)]
+        found = at_once.pop_recvs(2)
+        assert len(found) <= 2
+        while wrs := at_once.pop_recvs(8):
+            found += wrs
+        assert found == expected
+        assert by_one.pop_recv() is None
 
 
 @pytest.mark.parametrize("indices", [(0xFFFF_FFFF, 0), (0, 0xFFFF_FFFF), (32, 0), (17, 0), (5, 6)])
@@ -288,6 +315,23 @@ def test_many_completions_at_once_notify_once(bed: Bed, qp: Qp) -> None:
     owner.complete_sends([(3, WcOpcode.SEND, 5)])
     bed.machine.device.progress(1)
     assert qp.send_cq.notified() == 0
+
+
+def test_many_receives_complete_at_once(bed: Bed, qp: Qp) -> None:
+    owner = bed.machine.device.resources.qps.get_untrusted(qp.handle)
+    wcs = [
+        Completion(number, WcStatus.SUCCESS, WcOpcode.RECV, 7, b"abcd", 3, wc_flags=2)
+        for number in range(3)
+    ]
+    qp.recv_cq.arm(solicited=True)
+    owner.complete_recvs(wcs)
+    bed.machine.device.progress(1)
+    assert qp.recv_cq.notified() == 1
+    assert owner.receives == 3
+    found = qp.recv_cq.wait(3)
+    owner.complete_recv(wcs[0], solicited=True)
+    assert found[0] == qp.recv_cq.wait_one()
+    assert [wc.wr_id for wc in found] == [0, 1, 2]
 
 
 def test_many_completions_at_once_wait_for_memory(bed: Bed, qp: Qp) -> None:

@@ -162,6 +162,27 @@ def test_many_at_once_in_memory_that_is_not_there() -> None:
     ring.close()
 
 
+@given(
+    tail=st.integers(0, 15),
+    used=st.integers(0, 8),
+    most=st.integers(1, 10),
+    size=st.sampled_from([64, 1024]),
+)
+def test_many_popped_at_once_are_the_oldest(tail: int, used: int, most: int, size: int) -> None:
+    at_once, one_by_one = Fixture(8, size), Fixture(8, size)
+    for ring in (at_once, one_by_one):
+        ring.set(tail, tail)
+        ring.producer.push_all_untrusted(b"".join(bytes([n]) * size for n in range(1, used + 1)))
+    popped = at_once.consumer.pop_untrusted(most)
+    expected = [one_by_one.consumer.pop_untrusted() for _ in range(len(popped or b"") // size)]
+    assert (popped is None) == (used == 0)
+    assert (popped or b"") == b"".join(entry or b"" for entry in expected)
+    assert len(expected) == min(most, used, 8 - tail % 8)
+    assert at_once.words.cons_head == one_by_one.words.cons_head
+    for ring in (at_once, one_by_one):
+        ring.close()
+
+
 def test_a_popped_entry_is_a_snapshot() -> None:
     ring = Fixture(8, 64)
     ring.dir.write(PAGE, b"before" + bytes(58))
