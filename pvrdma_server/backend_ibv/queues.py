@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pyverbs.cq import CQ, CompChannel
+from pyverbs.pyverbs_error import PyverbsError
 
 from pvrdma_server.backend_ibv.host import HostDevice, giving_back, verb
 
@@ -79,8 +80,12 @@ class CompletionQueues:
         for cq in self._cqs:
             left = budget
             while left > 0 and cq.reserved:
-                with verb("ibv_poll_cq"):
+                try:
                     found, completions = cq.cq.poll(min(left, _POLL_BATCH))
+                except PyverbsError:
+                    # To enter this first would take longer than to find a queue empty.
+                    with verb("ibv_poll_cq"):
+                        raise
                 if completions:
                     deliver(completions)
                 if found < min(left, _POLL_BATCH):
