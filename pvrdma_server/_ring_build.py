@@ -11,13 +11,11 @@ from pathlib import Path
 
 from cffi import FFI
 
-_CDEF = """
-void ring_fence(void);
-int ring_linger(const uint64_t *head, uint64_t head_seen, const uint64_t *room, uint64_t room_seen,
-                const uint8_t *stop, int64_t limit_ns);
-
+_STRUCTS = """
 struct ring_piece { uint64_t address, length; uint8_t *memory; };
 struct ring_patience { int64_t each_ns, all_ns; };
+struct ring_sent { uint64_t wr_id, remote_addr, addr; uint32_t length, rkey, flags, messages; };
+struct ring_asked { uint64_t address; uint32_t length, psn; };
 
 struct ring_landing {
     uint8_t *data; uint64_t capacity, tail, head, told, *words;
@@ -25,11 +23,10 @@ struct ring_landing {
     uint64_t limit_bytes; struct ring_patience patience;
     struct ring_piece piece;
     uint64_t address, total, done;
-    uint32_t messages, unanswered; uint64_t bytes;
+    const struct ring_sent *reads; uint32_t count;
+    uint32_t messages, unanswered, completed; uint64_t bytes;
+    struct ring_asked asked[64];
 };
-void ring_land_writes(struct ring_landing *);
-
-struct ring_sent { uint64_t wr_id, remote_addr, addr; uint32_t length, rkey, flags, messages; };
 
 struct ring_room {
     uint8_t *data; uint64_t *words, capacity, head, tail, reserve; struct ring_patience patience;
@@ -37,7 +34,7 @@ struct ring_room {
 
 struct ring_posting {
     const uint32_t *prod_tail; uint32_t cons_head, index_mask;
-    const uint8_t *entries; uint32_t entry_size, slots, lkey, max_length, limit;
+    const uint8_t *entries; uint32_t entry_size, slots, opcode, lkey, max_length, limit;
     uint64_t limit_bytes;
     struct ring_piece piece;
     struct ring_room to;
@@ -45,25 +42,49 @@ struct ring_posting {
     uint32_t entries_taken, messages; uint64_t bytes;
     struct ring_sent sent[256];
 };
-void ring_post_writes(struct ring_posting *);
 
 struct ring_chunks {
     struct ring_piece piece;
     struct ring_room to;
-    uint32_t kind, flags, imm, dst_qpn, src_qpn, rkey, chunk, ack_every, limit;
+    uint32_t flags, dst_qpn, src_qpn, rkey, chunk, ack_every, limit;
     uint64_t psn, addr, remote_addr, total, offset, limit_bytes;
     uint32_t messages; uint64_t bytes;
 };
-void ring_post_chunks(struct ring_chunks *);
-void ring_land_response(struct ring_landing *);
+
+struct ring_answers {
+    struct ring_piece piece;
+    struct ring_room to;
+    uint32_t dst_qpn, src_qpn, chunk, limit, count;
+    uint64_t offset, limit_bytes;
+    struct ring_asked asked[64];
+    uint32_t completed, messages; uint64_t bytes;
+};
 """
 
-_SOURCE = r"""
+_CDEF = (
+    _STRUCTS
+    + """
+void ring_fence(void);
+int ring_linger(const uint64_t *head, uint64_t head_seen, const uint64_t *room, uint64_t room_seen,
+                const uint8_t *stop, int64_t limit_ns);
+void ring_land_writes(struct ring_landing *);
+void ring_land_responses(struct ring_landing *);
+void ring_take_reads(struct ring_landing *);
+void ring_post_requests(struct ring_posting *);
+void ring_post_chunks(struct ring_chunks *);
+void ring_post_answers(struct ring_answers *);
+"""
+)
+
+_SOURCE = (
+    r"""
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
-
+"""
+    + _STRUCTS
+    + r"""
 void ring_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 static int64_t now_ns(void)
@@ -124,46 +145,10 @@ struct entry {
 };
 _Static_assert(sizeof(struct entry) == 96, "entry");
 
-enum { WRITE = 2, READ_RESPONSE = 4, VERSION = 1, FIRST = 1, LAST = 2, SOLICITED = 4, ACK_REQUEST = 32 };
-enum { OPCODE_RDMA_WRITE = 0, SIGNALED = 2 };
-enum { TAIL = 8, ALIGN = 63, PSN_MASK = 0xffffff, MAX_MESSAGE = 1 << 30 };
-
-struct ring_piece { uint64_t address, length; uint8_t *memory; };
-struct ring_patience { int64_t each_ns, all_ns; };
-
-struct ring_landing {
-    uint8_t *data; uint64_t capacity, tail, head, told, *words;
-    uint32_t dst_qpn, src_qpn, psn, rkey, max_length, limit;
-    uint64_t limit_bytes; struct ring_patience patience;
-    struct ring_piece piece;
-    uint64_t address, total, done;
-    uint32_t messages, unanswered; uint64_t bytes;
-};
-
-struct ring_sent { uint64_t wr_id, remote_addr, addr; uint32_t length, rkey, flags, messages; };
-
-struct ring_room {
-    uint8_t *data; uint64_t *words, capacity, head, tail, reserve; struct ring_patience patience;
-};
-
-struct ring_posting {
-    const uint32_t *prod_tail; uint32_t cons_head, index_mask;
-    const uint8_t *entries; uint32_t entry_size, slots, lkey, max_length, limit;
-    uint64_t limit_bytes;
-    struct ring_piece piece;
-    struct ring_room to;
-    uint32_t dst_qpn, src_qpn, psn, chunk;
-    uint32_t entries_taken, messages; uint64_t bytes;
-    struct ring_sent sent[256];
-};
-
-struct ring_chunks {
-    struct ring_piece piece;
-    struct ring_room to;
-    uint32_t kind, flags, imm, dst_qpn, src_qpn, rkey, chunk, ack_every, limit;
-    uint64_t psn, addr, remote_addr, total, offset, limit_bytes;
-    uint32_t messages; uint64_t bytes;
-};
+enum { WRITE = 2, READ_REQUEST = 3, READ_RESPONSE = 4, VERSION = 1 };
+enum { FIRST = 1, LAST = 2, SOLICITED = 4, ACK_REQUEST = 32 };
+enum { OPCODE_RDMA_READ = 4, SIGNALED = 2 };
+enum { TAIL = 8, ALIGN = 63, PSN_MASK = 0xffffff, MAX_MESSAGE = 1 << 30, MAX_ASKED = 64 };
 
 static bool within(const struct ring_piece *p, uint64_t address, uint64_t length)
 {
@@ -300,28 +285,50 @@ void ring_land_writes(struct ring_landing *t)
     }
 }
 
-/* The same for the data of one READ: `psn` is the request's, `done` of `total` bytes have come to `address`. */
-void ring_land_response(struct ring_landing *t)
+/* The same for the data of `count` READs in order: `psn` is the first one's, and `done` bytes of it have come. */
+void ring_land_responses(struct ring_landing *t)
 {
-    t->messages = 0, t->bytes = 0;
-    for (; t->messages < t->limit && t->bytes < t->limit_bytes && t->done < t->total && consumed(t); t->messages++) {
+    t->messages = t->completed = 0, t->bytes = 0;
+    for (; t->messages < t->limit && t->bytes < t->limit_bytes && t->completed < t->count; t->messages++) {
+        const struct ring_sent *read = &t->reads[t->completed];
         struct header h;
         uint64_t at = t->tail & (t->capacity - 1);
-        if (!arrived(t, sizeof h, true))
+        if (!consumed(t) || !arrived(t, sizeof h, true))
             return;
         memcpy(&h, t->data + at, sizeof h);
         __asm__ volatile("" ::: "memory");
         uint64_t end = t->done + h.length;
         if (h.kind != READ_RESPONSE || h.version != VERSION || h.flags & ~LAST || h.dst_qpn != t->dst_qpn
-            || h.src_qpn != t->src_qpn || h.psn != t->psn || h.offset != t->done || !h.length
-            || h.length > t->max_length || record_size(h.length) > t->head - t->tail || end > t->total
-            || (h.flags == LAST) != (end == t->total) || !within(&t->piece, t->address, t->total))
+            || h.src_qpn != t->src_qpn || h.psn != ((t->psn + t->completed) & PSN_MASK) || h.offset != t->done
+            || !h.length || h.length > t->max_length || record_size(h.length) > t->head - t->tail || end > read->length
+            || (h.flags == LAST) != (end == read->length) || !within(&t->piece, read->addr, read->length))
             return;
-        copy_out(t->piece.memory + (t->address + t->done - t->piece.address), t->data, t->capacity, at + sizeof h,
+        copy_out(t->piece.memory + (read->addr + t->done - t->piece.address), t->data, t->capacity, at + sizeof h,
                  h.length);
-        t->done = end;
+        t->done = h.flags == LAST ? 0 : end;
+        t->completed += h.flags == LAST;
         t->tail += record_size(h.length);
         t->bytes += h.length;
+    }
+}
+
+/* Takes requests as long as each is the next READ, from its beginning, of this piece of memory. */
+void ring_take_reads(struct ring_landing *t)
+{
+    t->messages = 0, t->bytes = 0;
+    for (; t->messages < t->limit && t->messages < MAX_ASKED; t->messages++) {
+        struct header h;
+        if (!arrived(t, sizeof h, false))
+            return;
+        memcpy(&h, t->data + (t->tail & (t->capacity - 1)), sizeof h);
+        __asm__ volatile("" ::: "memory");
+        if (h.kind != READ_REQUEST || h.version != VERSION || h.flags != (FIRST | LAST) || h.dst_qpn != t->dst_qpn
+            || h.src_qpn != t->src_qpn || h.psn != t->psn || h.length || h.offset || h.rkey != t->rkey || !h.total
+            || h.total > MAX_MESSAGE || !within(&t->piece, h.remote_addr, h.total))
+            return;
+        t->asked[t->messages] = (struct ring_asked){h.remote_addr, h.total, h.psn};
+        t->tail += sizeof h;
+        t->psn = (t->psn + 1) & PSN_MASK;
     }
 }
 
@@ -335,7 +342,7 @@ static void put(struct ring_room *r, const struct header *h, const uint8_t *from
 
 static const uint8_t *place(const struct ring_piece *p, uint64_t address) { return p->memory + (address - p->address); }
 
-/* Sends parts of one WRITE, or of the data of one READ, out of this piece of memory. */
+/* Sends parts of one WRITE out of this piece of memory. */
 void ring_post_chunks(struct ring_chunks *p)
 {
     p->messages = 0, p->bytes = 0;
@@ -345,32 +352,50 @@ void ring_post_chunks(struct ring_chunks *p)
         uint64_t left = p->total - p->offset, length = left < p->chunk ? left : p->chunk;
         if (!has_room(&p->to, record_size(length)))
             break;
-        bool response = p->kind == READ_RESPONSE, last = length == left;
+        bool last = length == left;
         struct header h = {
-            .kind = p->kind, .flags = last ? LAST : 0, .version = VERSION, .dst_qpn = p->dst_qpn, .src_qpn = p->src_qpn,
-            .psn = p->psn & PSN_MASK, .length = length, .total = p->total, .imm = p->imm,
+            .kind = WRITE, .version = VERSION, .dst_qpn = p->dst_qpn, .src_qpn = p->src_qpn, .psn = p->psn & PSN_MASK,
+            .flags = p->flags | (p->offset ? 0 : FIRST) | (last ? LAST : p->psn % p->ack_every ? 0 : ACK_REQUEST),
+            .length = length, .total = p->total, .rkey = p->rkey, .remote_addr = p->remote_addr,
         };
-        if (response) {
-            h.offset = p->offset;
-        } else {
-            h.flags |= p->flags | (p->offset ? 0 : FIRST) | (!last && p->psn % p->ack_every == 0 ? ACK_REQUEST : 0);
-            h.rkey = p->rkey, h.remote_addr = p->remote_addr;
-            p->psn++;
-        }
         put(&p->to, &h, place(&p->piece, p->addr + p->offset));
+        p->psn++;
         p->offset += length;
         p->bytes += length;
         publish(&p->to);
     }
 }
 
-/* Takes entries as long as each is a WRITE out of this piece of memory, and sends them, each whole. The caller moves
-   cons_head; entries are snapshots. */
-void ring_post_writes(struct ring_posting *p)
+/* Sends the data that these READs asked for; `offset` bytes of the first one's went before. */
+void ring_post_answers(struct ring_answers *p)
+{
+    p->messages = p->completed = 0, p->bytes = 0;
+    for (; p->messages < p->limit && p->bytes < p->limit_bytes && p->completed < p->count; p->messages++) {
+        const struct ring_asked *asked = &p->asked[p->completed];
+        uint64_t left = asked->length - p->offset, length = left < p->chunk ? left : p->chunk;
+        if (!length || !within(&p->piece, asked->address, asked->length) || !has_room(&p->to, record_size(length)))
+            return;
+        bool last = length == left;
+        struct header h = {
+            .kind = READ_RESPONSE, .flags = last ? LAST : 0, .version = VERSION, .dst_qpn = p->dst_qpn,
+            .src_qpn = p->src_qpn, .psn = asked->psn, .length = length, .total = asked->length, .offset = p->offset,
+        };
+        put(&p->to, &h, place(&p->piece, asked->address + p->offset));
+        p->offset = last ? 0 : p->offset + length;
+        p->completed += last;
+        p->bytes += length;
+        publish(&p->to);
+    }
+}
+
+/* Takes entries as long as each is a WRITE out of this piece of memory (or a READ into it, as `opcode` says), and sends
+   them, each whole. The caller moves cons_head; entries are snapshots. */
+void ring_post_requests(struct ring_posting *p)
 {
     uint64_t published = p->to.head;
     uint32_t tail = __atomic_load_n(p->prod_tail, __ATOMIC_ACQUIRE), used = (tail - p->cons_head) & p->index_mask;
     uint32_t most = p->limit < p->slots ? p->limit : p->slots;
+    bool reads = p->opcode == OPCODE_RDMA_READ;
     p->entries_taken = p->messages = 0, p->bytes = 0;
     if (tail & ~p->index_mask || used > (p->index_mask >> 1) + 1)
         return;
@@ -379,19 +404,19 @@ void ring_post_writes(struct ring_posting *p)
         struct entry e;
         memcpy(&e, p->entries + (uint64_t)p->entries_taken * p->entry_size, sizeof e);
         __asm__ volatile("" ::: "memory");
-        if (e.opcode != OPCODE_RDMA_WRITE || e.num_sge != 1 || e.send_flags & ~SIGNALED || e.lkey != p->lkey
+        if (e.opcode != p->opcode || e.num_sge != 1 || e.send_flags & ~SIGNALED || e.lkey != p->lkey
             || !e.length || e.length > p->max_length || !within(&p->piece, e.addr, e.length))
             break;
-        uint32_t messages = (e.length - 1) / p->chunk + 1;
-        if (!has_room(&p->to, (messages - 1) * record_size(p->chunk)
-                                  + record_size(e.length - (messages - 1) * p->chunk)))
+        uint32_t sends = reads ? 0 : e.length, messages = sends ? (sends - 1) / p->chunk + 1 : 1;
+        if (!has_room(&p->to, (messages - 1) * record_size(p->chunk) + record_size(sends - (messages - 1) * p->chunk)))
             break;
-        for (uint32_t done = 0; done < e.length;) {
-            uint32_t left = e.length - done, length = left < p->chunk ? left : p->chunk;
+        uint32_t done = 0;
+        do {
+            uint32_t left = sends - done, length = left < p->chunk ? left : p->chunk;
             struct header h = {
-                .kind = WRITE, .flags = (done ? 0 : FIRST) | (length == left ? LAST : 0), .version = VERSION,
-                .dst_qpn = p->dst_qpn, .src_qpn = p->src_qpn, .psn = p->psn, .length = length, .rkey = e.rkey,
-                .remote_addr = e.remote_addr, .total = e.length,
+                .kind = reads ? READ_REQUEST : WRITE, .flags = (done ? 0 : FIRST) | (length == left ? LAST : 0),
+                .version = VERSION, .dst_qpn = p->dst_qpn, .src_qpn = p->src_qpn, .psn = p->psn, .length = length,
+                .rkey = e.rkey, .remote_addr = e.remote_addr, .total = e.length,
             };
             put(&p->to, &h, place(&p->piece, e.addr + done));
             p->psn = (p->psn + 1) & PSN_MASK;
@@ -401,16 +426,17 @@ void ring_post_writes(struct ring_posting *p)
                 publish(&p->to);
                 published = p->to.head;
             }
-        }
+        } while (done < sends);
         p->sent[p->entries_taken] = (struct ring_sent){
             e.wr_id, e.remote_addr, e.addr, e.length, e.rkey, e.send_flags, messages,
         };
         p->messages += messages;
-        p->bytes += e.length;
+        p->bytes += sends;
     }
     publish(&p->to);
 }
 """
+)
 
 ffibuilder = FFI()
 ffibuilder.cdef(_CDEF)

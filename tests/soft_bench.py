@@ -8,7 +8,7 @@ from fake_owner import Bell, Bench, FakeClock, Station
 
 from pvrdma_server.backend_soft import LocalFabric, SoftBackend, SoftConfig
 from pvrdma_server.backend_soft.carrier import Endpoint, Fabric
-from pvrdma_server.backend_soft.fast_path import Chunks, Posted, WritePosting
+from pvrdma_server.backend_soft.fast_path import Many, Posted
 from pvrdma_server.errors import BackendError
 
 OK, DROP, TWICE, LATE, FULL = "ok", "drop", "twice", "late", "full"
@@ -38,10 +38,7 @@ class FaultyLink:
         self.target.endpoint.wake()
         return True
 
-    def send_writes(self, what: WritePosting) -> Posted | None:
-        return None
-
-    def send_chunks(self, what: Chunks) -> Posted | None:
+    def send_many(self, what: Many) -> Posted | None:
         return None
 
 

@@ -12,7 +12,7 @@ returns for that peer's GIDs, so a peer cannot speak for another. Whatever it ca
 from collections.abc import Sequence
 from typing import Protocol
 
-from pvrdma_server.backend_soft.fast_path import Chunks, Landed, Posted, Run, WritePosting
+from pvrdma_server.backend_soft.fast_path import Landed, Many, Posted, Run
 
 
 class Carrier(Protocol):
@@ -25,11 +25,8 @@ class Carrier(Protocol):
         not change under way is copied by the sender.
         """
 
-    def send_writes(self, what: WritePosting) -> Posted | None:
+    def send_many(self, what: Many) -> Posted | None:
         """The short cut of `fast_path`; None where there is none, or no room."""
-
-    def send_chunks(self, what: Chunks) -> Posted | None:
-        """Likewise."""
 
 
 class Endpoint(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from errno import EADDRINUSE
 
 from pvrdma_server.backend_soft.carrier import Endpoint
-from pvrdma_server.backend_soft.fast_path import Chunks, Posted, WritePosting
+from pvrdma_server.backend_soft.fast_path import Many, Posted
 from pvrdma_server.errors import BackendError
 
 # Stops a sender whose peer is slow from queueing without end.
@@ -44,12 +44,8 @@ class LocalLink:
         self.queue.append((header, payload))
         return True
 
-    def send_writes(self, _what: WritePosting) -> Posted | None:
+    def send_many(self, _what: Many) -> Posted | None:
         """See `Carrier`. There is none: nothing is copied on the way."""
-        return None
-
-    def send_chunks(self, _what: Chunks) -> Posted | None:
-        """See `send_writes`."""
         return None
 
     def deliver(self, messages: int) -> int:

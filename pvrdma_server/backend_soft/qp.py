@@ -157,15 +157,15 @@ class SoftQp:
             return None
         if self._env.port.route(ctx.dgid) is not peer:
             return None
-        if kind == wire.WRITE:
-            return responder.offer() if self._comm_est else None
+        if kind != wire.READ_RESPONSE:
+            return responder.offer(kind) if self._comm_est else None
         return sender.offer() if ctx.state != RTR and isinstance(sender, Requester) else None
 
     def landed(self, kind: int, landed: Landed) -> None:
         """What came of it."""
-        if kind == wire.WRITE:
+        if kind != wire.READ_RESPONSE:
             assert self._responder is not None
-            self._responder.landed(landed)
+            self._responder.landed(kind, landed)
         else:
             assert isinstance(self._sender, Requester)
             self._sender.landed(landed)

@@ -22,7 +22,7 @@ from pvrdma_server.backend_soft.codes import (
     RTS,
     SQD,
 )
-from pvrdma_server.backend_soft.fast_path import Landed, Run
+from pvrdma_server.backend_soft.fast_path import SENT, Landed, Run
 from pvrdma_server.backend_soft.scatter import copy_views, resolve_sges_untrusted
 from pvrdma_server.backend_soft.sending import Sending
 from pvrdma_server.backend_soft.wire import PSN_HALF, PSN_MASK, READ_REQUEST, RcMessage
@@ -127,25 +127,43 @@ class Requester(Sending):
 
     def offer(self) -> Run | None:
         """What could come next by the short cut of `fast_path`: the data of the oldest request, if it is a READ."""
-        ctx, wqe = self.ctx, self.queue.first
-        if wqe is None or wqe.kind != READ_REQUEST or wqe.answered or len(wqe.wr.sges) != 1:
+        ctx, wqe, many = self.ctx, self.queue.first, self.queue.many_at_head()
+        if many is not None:
+            if many.kind != READ_REQUEST:
+                return None
+            records, lkey, first, received = many.records, many.lkey, many.first, many.received
+            address: int = SENT.unpack_from(records)[2]
+        elif wqe is None or wqe.kind != READ_REQUEST or wqe.answered or len(wqe.wr.sges) != 1:
             return None
-        address, _, lkey = wqe.wr.sges[0]
+        else:
+            address, _, lkey = wqe.wr.sges[0]
+            records, first = SENT.pack(0, 0, address, wqe.total, 0, 0, 1), wqe.first
+            received = wqe.received
         try:
             piece = ctx.env.keys.piece_untrusted(ctx.pd, lkey, address, LOCAL_WRITE)
         except GuestError:
             return None
-        psn = wqe.first & PSN_MASK
-        done = wqe.received
         return Run(
-            wire.READ_RESPONSE, ctx.qpn, ctx.dest_qpn, psn, 0, piece, address, wqe.total, done
-        )
+            wire.READ_RESPONSE, ctx.qpn, ctx.dest_qpn, first & PSN_MASK, 0, piece, done=received,
+            reads=records,
+        )  # fmt: skip
 
     def landed(self, landed: Landed) -> None:
         """What came of it."""
-        wqe = self.queue.first
-        if landed.messages and wqe is not None:
-            self._received(wqe, landed.done)
+        wqe, many = self.queue.first, self.queue.many_at_head()
+        if not landed.messages:
+            return
+        if many is None:
+            assert wqe is not None
+            self._received(wqe, wqe.total if landed.completed else landed.done)
+            return
+        many.received = landed.done
+        if landed.completed:
+            self.acked = many.first + landed.completed - 1
+            self.reads -= landed.completed
+            self._complete_many(many)
+            self._retire()
+        self._progressed()
 
     def _refused(self, code: int, psn: int) -> None:
         counters = self.ctx.env.counters

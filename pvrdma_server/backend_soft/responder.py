@@ -33,7 +33,7 @@ from pvrdma_server.backend_soft.codes import (
     WR_FLUSH_ERR,
 )
 from pvrdma_server.backend_soft.context import QpContext
-from pvrdma_server.backend_soft.fast_path import Hint, Landed, Run
+from pvrdma_server.backend_soft.fast_path import MAX_MESSAGES, Hint, Landed, Run
 from pvrdma_server.backend_soft.responses import ResponseQueue
 from pvrdma_server.backend_soft.scatter import (
     copy_views,
@@ -141,10 +141,11 @@ class Responder:
         if message.kind == wire.READ_REQUEST:
             if self.responses.jobs < self.ctx.max_dest_rd_atomic:
                 self._queue_read(message, psn)
-            return
-        for done, found in self._atomics:
-            if done == psn:
-                self.responses.atomic(psn, found)
+        else:
+            for done, found in self._atomics:
+                if done == psn:
+                    self.responses.atomic(psn, found)
+        self.responses.repeats(psn)
 
     def _send(self, message: RcMessage, payload: Sequence[memoryview]) -> None:
         if message.flags & FIRST:
@@ -210,31 +211,41 @@ class Responder:
             self._take_for_imm()
         copy_views(target, payload)
         self._kind, self._done = wire.WRITE, end
-        self.hint.set(self._rkey, self._address)
+        self.hint.set(wire.WRITE, self._rkey, self._address)
         self._accepted(message)
         if self._wr is not None:
             self._received(message, WC_RECV_IMM, WC_WITH_IMM, message.imm)
 
-    def offer(self) -> Run | None:
-        """What could come next: WRITEs under the key of the last one, into memory in a row with it."""
+    def offer(self, kind: int) -> Run | None:
+        """What could come next: requests like the last one, for memory in a row with it."""
         ctx, hint = self.ctx, self.hint
-        if self._kind not in (0, wire.WRITE) or not ctx.access & REMOTE_WRITE or not hint.tempts():
+        access = REMOTE_WRITE if kind == wire.WRITE else REMOTE_READ
+        if hint.kind != kind or self._kind not in (0, kind) or not ctx.access & access:
+            return None
+        limit = MAX_MESSAGES
+        if kind == wire.READ_REQUEST:
+            limit = min(limit, ctx.max_dest_rd_atomic - self.responses.jobs)
+        if limit <= 0 or not hint.tempts():
             return None
         try:
-            piece = ctx.env.keys.piece_untrusted(ctx.pd, hint.key, hint.address, REMOTE_WRITE)
+            piece = ctx.env.keys.piece_untrusted(ctx.pd, hint.key, hint.address, access)
         except GuestError:
             hint.forget()
             return None
         under_way = (self._address, self._total, self._done) if self._kind else (0, 0, 0)
         psn = self.psn & PSN_MASK
-        return Run(wire.WRITE, ctx.qpn, ctx.dest_qpn, psn, hint.key, piece, *under_way)
+        return Run(kind, ctx.qpn, ctx.dest_qpn, psn, hint.key, piece, *under_way, limit=limit)
 
-    def landed(self, landed: Landed) -> None:
+    def landed(self, kind: int, landed: Landed) -> None:
         """What came of it."""
         self.hint.tried(landed.messages)
         if not landed.messages:
             return
         self._nak_sent = False
+        if kind == wire.READ_REQUEST:
+            self.responses.read_many(self.psn, landed.asked, self.hint.key)
+            self.psn += landed.messages
+            return
         self._kind = wire.WRITE if landed.total else 0
         self._address, self._total, self._done = landed.address, landed.total, landed.done
         self._rkey = self.hint.key
@@ -259,10 +270,17 @@ class Responder:
     def _read(self, message: RcMessage, _payload: Sequence[memoryview]) -> None:
         if self._kind or not self.ctx.access & REMOTE_READ:
             raise _invalid()
-        if self.responses.jobs >= self.ctx.max_dest_rd_atomic:
-            raise _invalid()
+        self._admit_job()
         self._queue_read(message, self.psn)
         self.psn += 1
+        self.hint.set(wire.READ_REQUEST, message.rkey, message.remote_addr)
+
+    def _admit_job(self) -> None:
+        # As many as the peer may have under way. One that repeated itself may have had its answer meanwhile: it cannot
+        # ask for one more unless the oldest is done.
+        responses = self.responses
+        if responses.jobs >= self.ctx.max_dest_rd_atomic and not responses.forget_repeat():
+            raise _invalid()
 
     def _queue_read(self, message: RcMessage, psn: int) -> None:
         ctx = self.ctx
@@ -280,8 +298,7 @@ class Responder:
         ctx = self.ctx
         if self._kind or not ctx.access & REMOTE_ATOMIC or message.remote_addr % 8:
             raise _invalid()
-        if self.responses.jobs >= ctx.max_dest_rd_atomic:
-            raise _invalid()
+        self._admit_job()
         try:
             views = ctx.env.keys.resolve_untrusted(
                 ctx.pd, message.rkey, message.remote_addr, 8, REMOTE_ATOMIC

@@ -6,12 +6,13 @@ only at the end. READ data is gathered chunk by chunk when it is sent.
 """
 
 from collections import deque
+from itertools import islice
 
 from pvrdma_server.backend_soft import wire
 from pvrdma_server.backend_soft.carrier import Carrier
 from pvrdma_server.backend_soft.codes import ERR, EVENT_ACCESS_ERR, REMOTE_READ
 from pvrdma_server.backend_soft.context import QpContext
-from pvrdma_server.backend_soft.fast_path import Chunks
+from pvrdma_server.backend_soft.fast_path import ASKED, MAX_ASKED, MAX_MESSAGES, Answers
 from pvrdma_server.backend_soft.wire import PSN_MASK, RcMessage
 from pvrdma_server.errors import GuestError
 
@@ -21,11 +22,12 @@ _JOBS = (wire.READ_RESPONSE, wire.ATOMIC_RESPONSE)
 class _Response:
     """An ACK, a NAK (`code`), an atomic's result (`value`) or READ data (`value` bytes of it)."""
 
-    __slots__ = ("address", "code", "kind", "offset", "psn", "rkey", "value")
+    __slots__ = ("address", "code", "kind", "offset", "psn", "repeat", "rkey", "value")
 
     def __init__(self, kind: int, psn: int, code: int = 0, value: int = 0) -> None:
         self.kind, self.psn, self.code, self.value = kind, psn, code, value
         self.address = self.rkey = self.offset = 0
+        self.repeat = False
 
 
 class ResponseQueue:
@@ -53,6 +55,20 @@ class ResponseQueue:
         while self.queue and self.queue[-1].psn >= psn:
             self.queue.pop()
 
+    def repeats(self, psn: int) -> None:
+        """The peer has asked for `psn` before."""
+        if self.queue and self.queue[-1].psn == psn:
+            self.queue[-1].repeat = True
+
+    def forget_repeat(self) -> bool:
+        """Forget the oldest READ or atomic; False, and nothing is forgotten, when it was asked for only once."""
+        for response in self.queue:
+            if response.kind in _JOBS:
+                if response.repeat:
+                    self.queue.remove(response)
+                return response.repeat
+        return False
+
     def acknowledge(self, psn: int) -> None:
         """Everything up to `psn` is done."""
         queue = self.queue
@@ -77,6 +93,15 @@ class ResponseQueue:
         job = _Response(wire.READ_RESPONSE, psn, 0, request.total)
         job.address, job.rkey, job.offset = request.remote_addr, request.rkey, request.offset
         self._append(job)
+
+    def read_many(self, psn: int, asked: bytes, rkey: int) -> None:
+        """Likewise for many, from `psn` on: an `ASKED` record each, all checked."""
+        for address, length, _ in ASKED.iter_unpack(asked):
+            job = _Response(wire.READ_RESPONSE, psn, 0, length)
+            job.address, job.rkey = address, rkey
+            self.queue.append(job)
+            psn += 1
+        self.ctx.schedule()
 
     def _append(self, response: _Response) -> None:
         self.queue.append(response)
@@ -125,28 +150,36 @@ class ResponseQueue:
         self.queue.popleft()
         return 0
 
-    def _emit_many(self, carrier: Carrier, job: _Response, chunks: int) -> int:
-        # What of a READ's data goes by the short cut of `fast_path`: bytes, 0 when it takes the usual way.
-        ctx = self.ctx
-        chunk_bytes = ctx.env.config.chunk_bytes
-        if job.kind != wire.READ_RESPONSE or job.value <= chunk_bytes:
+    def _emit_many(self, carrier: Carrier, first: _Response, chunks: int) -> int:
+        # What of READs' data goes by the short cut of `fast_path`: bytes, 0 when it takes the usual way.
+        ctx, queue = self.ctx, self.queue
+        if first.kind != wire.READ_RESPONSE:
             return 0
         try:
-            piece = ctx.env.keys.piece_untrusted(ctx.pd, job.rkey, job.address, REMOTE_READ)
+            piece = ctx.env.keys.piece_untrusted(ctx.pd, first.rkey, first.address, REMOTE_READ)
         except GuestError:
             return 0
-        posted = carrier.send_chunks(
-            Chunks(
-                job.kind, 0, ctx.dest_qpn, ctx.qpn, job.psn, piece, job.address, job.value,
-                job.offset, chunk_bytes, chunks, chunks * chunk_bytes,
+        asked = []
+        for job in islice(queue, MAX_ASKED):
+            if job.kind != wire.READ_RESPONSE or job.rkey != first.rkey:
+                break
+            if job.offset and job is not first:
+                break
+            asked.append(ASKED.pack(job.address, job.value, job.psn & PSN_MASK))
+        chunk_bytes = ctx.env.config.chunk_bytes
+        posted = carrier.send_many(
+            Answers(
+                ctx.dest_qpn, ctx.qpn, piece, b"".join(asked), first.offset, chunk_bytes, MAX_MESSAGES,
+                chunks * chunk_bytes,
             )
         )  # fmt: skip
         if posted is None:
             return 0
         ctx.env.counters.tx_messages += posted.messages
-        job.offset += posted.length_bytes
-        if job.offset == job.value:
-            self.queue.popleft()
+        for _ in range(posted.completed):
+            queue.popleft()
+        if posted.offset:
+            queue[0].offset = posted.offset
         return posted.length_bytes
 
     def _emit_read(self, carrier: Carrier, job: _Response) -> int:

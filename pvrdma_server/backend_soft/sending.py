@@ -10,6 +10,8 @@ PSNs are unbounded ints here, cut to 24 bits on the wire.
 Source: InfiniBand Architecture Specification vol. 1, 9.7.2, 10.8.3.
 """
 
+from typing import Final
+
 from pvrdma_server.backend import Completion, SendEntries, SendWr
 from pvrdma_server.backend_soft import wire
 from pvrdma_server.backend_soft.admission import admit, atomic_operands
@@ -18,6 +20,7 @@ from pvrdma_server.backend_soft.codes import (
     ERR,
     FENCE,
     LOC_PROT_ERR,
+    LOCAL_WRITE,
     OP_FETCH_ADD,
     OP_LOCAL_INV,
     OP_READ,
@@ -27,11 +30,16 @@ from pvrdma_server.backend_soft.codes import (
     WR_FLUSH_ERR,
 )
 from pvrdma_server.backend_soft.context import QpContext
-from pvrdma_server.backend_soft.fast_path import Chunks, Hint, Posted, WritePosting
+from pvrdma_server.backend_soft.fast_path import Chunks, Hint, Posted, Requests
 from pvrdma_server.backend_soft.scatter import resolve_sges_untrusted
 from pvrdma_server.backend_soft.wire import PSN_MASK, READ_REQUEST
-from pvrdma_server.backend_soft.wqe import SendQueue, SentWrites, Wqe
+from pvrdma_server.backend_soft.wqe import SendQueue, SentMany, Wqe
 from pvrdma_server.errors import GuestError
+
+# What goes by the short cut: message's kind, and work request.
+_OPCODE: Final = {wire.WRITE: OP_WRITE, READ_REQUEST: OP_READ}
+# Where an entry has its opcode, a little-endian number. Source: vmw_pvrdma-abi.h, struct pvrdma_sq_wqe_hdr.
+_OPCODE_AT: Final = 16
 
 
 class Sending:
@@ -101,9 +109,9 @@ class Sending:
                 self.wanted = True
                 break
             chunks -= 1
-            if carrier is not None and (sent := self._more_writes(carrier)):
-                moved += sent
-                chunks -= min(chunks, sent // self._chunk)
+            if carrier is not None and (posted := self._send_more(carrier)):
+                moved += posted.length_bytes
+                chunks -= min(chunks, posted.length_bytes // self._chunk)
                 continue
             wqe = queue.current or self._next()
             if wqe is None:
@@ -115,8 +123,8 @@ class Sending:
                 self.wanted = True
                 break
             moved += sent
-            if wqe.kind == wire.WRITE and len(wqe.wr.sges) == 1:
-                self.hint.set(wqe.wr.sges[0].lkey, wqe.wr.sges[0].addr)
+            if wqe.kind in _OPCODE and len(wqe.wr.sges) == 1:
+                self.hint.set(wqe.kind, wqe.wr.sges[0].lkey, wqe.wr.sges[0].addr)
         return moved
 
     def _next(self) -> Wqe | None:
@@ -131,7 +139,7 @@ class Sending:
     def _pull(self) -> SendWr | None:
         # Stops a QP from holding more requests than its ring has slots.
         queue = self.queue
-        if queue.taken >= self.ctx.init.max_send_wr:
+        if queue.taken >= self.ctx.init.max_send_wr or self._another_read():
             return None
         wr = queue.held or self._owner.pop_send()
         if wr is None:
@@ -143,6 +151,13 @@ class Sending:
             queue.held = wr
             return None
         return wr
+
+    def _another_read(self) -> bool:
+        # Whether the next is a READ for which there is no room yet: in the ring it may go by the short cut later.
+        if not self.reads >= self.ctx.max_rd_atomic > 0 or self.hint.kind != READ_REQUEST:
+            return False
+        entries = None if self.queue.held else self._owner.peek_sends()
+        return entries is not None and entries.slots[_OPCODE_AT] == OP_READ
 
     def _must_wait(self, wr: SendWr) -> bool:
         opcode = wr.opcode
@@ -192,9 +207,9 @@ class Sending:
             piece = ctx.env.keys.piece_untrusted(ctx.pd, lkey, address, 0)
         except GuestError:
             return None
-        return carrier.send_chunks(
+        return carrier.send_many(
             Chunks(
-                wqe.kind, wqe.flags, ctx.dest_qpn, ctx.qpn, wqe.next, piece, address, wqe.total,
+                wqe.flags, ctx.dest_qpn, ctx.qpn, wqe.next, piece, address, wqe.total,
                 (wqe.next - wqe.first) * self._chunk, self._chunk, chunks,
                 self._window - self.queue.flying, wqe.rkey, wqe.remote_addr, self._ack_every,
             )
@@ -234,42 +249,54 @@ class Sending:
         self._emitted(wqe, psn + 1, length)
         return length
 
-    def _more_writes(self, carrier: Carrier) -> int:
-        # What is like the last WRITE, by the short cut; the bytes sent.
+    def _send_more(self, carrier: Carrier) -> Posted | None:
+        # What is like the last request, by the short cut.
         queue, ctx, hint = self.queue, self.ctx, self.hint
-        if queue.current or queue.resend or queue.held or self.reads or self.failing:
-            return 0
-        if ctx.state != RTS or not hint.tempts():
-            return 0
+        if queue.current or queue.resend or queue.held or self.failing or ctx.state != RTS:
+            return None
+        room = ctx.init.max_send_wr - queue.taken
+        reads = hint.kind == READ_REQUEST
+        if reads:
+            room = min(room, ctx.max_rd_atomic - self.reads)
+        elif self.reads:
+            return None
+        if room <= 0 or not hint.tempts():
+            return None
         entries = self._owner.peek_sends()
         if entries is None:
-            return 0
+            return None
         try:
-            piece = ctx.env.keys.piece_untrusted(ctx.pd, hint.key, hint.address, 0)
+            piece = ctx.env.keys.piece_untrusted(
+                ctx.pd, hint.key, hint.address, LOCAL_WRITE if reads else 0
+            )
         except GuestError:
             hint.forget()
-            return 0
-        room = max(0, ctx.init.max_send_wr - queue.taken)
-        posted = carrier.send_writes(
-            WritePosting(
-                entries, hint.key, piece, room, max(0, self._window - queue.flying), self._chunk,
-                ctx.dest_qpn, ctx.qpn, self.psn & PSN_MASK,
+            return None
+        posted = carrier.send_many(
+            Requests(
+                entries, _OPCODE[hint.kind], hint.key, piece, room,
+                max(0, self._window - queue.flying), self._chunk, ctx.dest_qpn, ctx.qpn,
+                self.psn & PSN_MASK,
             )
         )  # fmt: skip
         hint.tried(posted.messages if posted else 0)
-        return self._posted(posted, entries, hint.key) if posted else 0
+        if posted is not None:
+            self._posted(posted, entries)
+        return posted
 
-    def _posted(self, posted: Posted, entries: SendEntries, lkey: int) -> int:
-        writes = SentWrites(posted, self.psn, lkey, signal_all=entries.signal_all)
-        self._owner.took_sends(len(writes))
-        self.queue.add_writes(writes)
+    def _posted(self, posted: Posted, entries: SendEntries) -> None:
+        kind, key = self.hint.kind, self.hint.key
+        many = SentMany(posted, self.psn, kind, key, signal_all=entries.signal_all)
+        self._owner.took_sends(len(many))
+        if kind == READ_REQUEST:
+            self.reads += len(many)
+        self.queue.add_many(many)
         self.psn += posted.messages
         self.sent = max(self.sent, self.psn)
         counters = self.ctx.env.counters
         counters.tx_messages += posted.messages
         counters.tx_bytes += posted.length_bytes
         self._arm_timer()
-        return posted.length_bytes
 
     def _cut(self, psn: int, offset: int, length: int) -> tuple[int, int]:
         flags = 0 if offset else wire.FIRST
@@ -323,12 +350,14 @@ class Sending:
         # Complete what is done; the oldest request that is not, if there is one.
         queue = self.queue
         while True:
-            writes = queue.writes_at_head()
-            if writes is not None:
-                if writes.first_last > self.acked:
+            many = queue.many_at_head()
+            if many is not None:
+                if many.first_last > self.acked:
                     return None  # none of them is
-                self._complete_writes(writes)
-                continue
+                if many.kind == wire.WRITE:
+                    self._complete_many(many)
+                    continue
+                # Of READs only their data is an answer: go on with each of them.
             wqe = queue.head()
             if wqe is None:
                 return None
@@ -342,10 +371,10 @@ class Sending:
             if wr.signaled:
                 self._owner.complete_send(Completion(wr.wr_id, 0, WC_OF_WR[wr.opcode], wqe.total))
 
-    def _complete_writes(self, writes: SentWrites) -> None:
-        queue, life = self.queue, self.queue.life
-        for wr_id, length in queue.take_writes(writes, self.acked):
-            self._owner.complete_send(Completion(wr_id, 0, WC_OF_WR[OP_WRITE], length))
+    def _complete_many(self, many: SentMany) -> None:
+        queue, life, opcode = self.queue, self.queue.life, WC_OF_WR[_OPCODE[many.kind]]
+        for wr_id, length in queue.take_many(many, self.acked):
+            self._owner.complete_send(Completion(wr_id, 0, opcode, length))
             # The owner may have reset or destroyed the queue pair.
             if queue.life != life:
                 break

@@ -9,18 +9,16 @@ fit, as a cable that was pulled, so that queue pairs run into their own timeouts
 import contextlib
 import mmap
 import socket
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pvrdma_server.backend_soft.fast_path import Chunks, Posted, WritePosting
+from pvrdma_server.backend_soft.fast_path import Many, Posted
 from pvrdma_server.backend_soft.native import LINGER_PAYS, Linger, Lingered, make_linger
 from pvrdma_server.backend_soft.shm_ring import RingFault, RingReader, RingWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pvrdma_server.backend_soft.shm_port import ShmPort
-
-T = TypeVar("T", WritePosting, Chunks)
 
 # Bells heard per look: stops a peer that rings without end from keeping us at its socket.
 _MAX_BELLS: Final = 64
@@ -122,23 +120,15 @@ class ShmLink:
         self._sent()
         return True
 
-    def send_writes(self, what: WritePosting) -> Posted | None:
+    def send_many(self, what: Many) -> Posted | None:
         """See `Carrier`."""
         writer = self.writer
-        return self._post(writer.put_writes_untrusted, what) if writer else None
-
-    def send_chunks(self, what: Chunks) -> Posted | None:
-        """See `Carrier`."""
-        writer = self.writer
-        return self._post(writer.put_chunks_untrusted, what) if writer else None
-
-    def _post(self, put: "Callable[[T], Posted | None]", what: "T") -> Posted | None:
-        if self.broken is not None:
+        if writer is None or self.broken is not None:
             return None
         # What is copied meanwhile is there when the peer has woken up.
         self._wake_reader()
         try:
-            posted = put(what)
+            posted = writer.put_many_untrusted(what)
         except RingFault as fault:
             self._port.fault(self, str(fault))
             return None

@@ -23,19 +23,19 @@ from struct import Struct
 from typing import Final
 
 from pvrdma_server.backend_soft.fast_path import (
-    Chunks,
     Landed,
     Landing,
+    Many,
     Posted,
     Posting,
     Run,
-    WritePosting,
 )
 from pvrdma_server.backend_soft.native import extension, full_fence, order_fence
 from pvrdma_server.backend_soft.wire import (
     ACK,
     HEADER_BYTES,
     MAX_CHUNK_BYTES,
+    READ_REQUEST,
     READ_RESPONSE,
     WRITE,
 )
@@ -64,7 +64,7 @@ _PSN_AT: Final = 12
 Receive = Callable[[bytes, Sequence[memoryview]], None]
 Offer = Callable[[int, int], Run | None]
 TellLanded = Callable[[Run, Landed], None]
-_LANDS: Final = (WRITE, READ_RESPONSE)
+_LANDS: Final = (WRITE, READ_REQUEST, READ_RESPONSE)
 
 
 def _no_offer(_qpn: int, _kind: int) -> None:
@@ -144,7 +144,7 @@ class RingWriter:
         self.messages += 1
         return True
 
-    def put_writes_untrusted(self, what: WritePosting) -> Posted | None:
+    def put_many_untrusted(self, what: Many) -> Posted | None:
         """The short cut of `fast_path`; None where there is none, or nothing was put.
 
         Raises:
@@ -153,15 +153,6 @@ class RingWriter:
         if self._posting is None:
             return None
         posted = self._posting.put_untrusted(what, self.head, self.look_untrusted())
-        self.head = posted.head
-        self.messages += posted.messages
-        return posted if posted.messages else None
-
-    def put_chunks_untrusted(self, what: Chunks) -> Posted | None:
-        """As `put_writes_untrusted`."""
-        if self._posting is None:
-            return None
-        posted = self._posting.put_chunks(what, self.head, self.look_untrusted())
         self.head = posted.head
         self.messages += posted.messages
         return posted if posted.messages else None

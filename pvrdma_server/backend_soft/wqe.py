@@ -9,9 +9,9 @@ from collections import deque
 
 from pvrdma_server.abi.vmw_pvrdma_abi import Sge
 from pvrdma_server.backend import Rdma, SendWr
-from pvrdma_server.backend_soft.codes import OP_WRITE, SIGNALED
+from pvrdma_server.backend_soft.codes import OP_READ, OP_WRITE, SIGNALED
 from pvrdma_server.backend_soft.fast_path import SENT, Posted
-from pvrdma_server.backend_soft.wire import NO_IMM, WRITE
+from pvrdma_server.backend_soft.wire import NO_IMM, READ_REQUEST
 
 
 class Wqe:
@@ -37,32 +37,42 @@ class Wqe:
         self.rkey = self.remote_addr = 0
 
 
-class SentWrites:
-    """WRITEs sent in one call: `first`..`last` with a record each, completed from the front.
+class SentMany:
+    """WRITEs, or READs, sent in one call: `first`..`last` with a `SENT` record each, completed from the front.
 
-    `wqes` makes ordinary requests of those that are left, for whatever is not the usual end.
+    `received` bytes of the first READ have come. `wqes` makes ordinary requests of those that are left, for whatever is
+    not the usual end.
     """
 
-    __slots__ = ("_records", "first", "flying", "last", "lkey", "signal_all")
+    __slots__ = ("first", "flying", "kind", "last", "lkey", "received", "records", "signal_all")
 
-    def __init__(self, posted: Posted, first: int, lkey: int, *, signal_all: bool) -> None:
-        self._records = posted.records
+    def __init__(
+        self, posted: Posted, first: int, kind: int, lkey: int, *, signal_all: bool
+    ) -> None:
+        self.records = posted.records
         self.first, self.last = first, first + posted.messages - 1
-        self.flying, self.lkey, self.signal_all = posted.length_bytes, lkey, signal_all
+        self.flying, self.signal_all, self.received = posted.length_bytes, signal_all, 0
+        self.kind, self.lkey = kind, lkey
 
     @property
     def first_last(self) -> int:
         """The last PSN of the first that is left."""
-        messages: int = SENT.unpack_from(self._records)[-1]
+        messages: int = SENT.unpack_from(self.records)[-1]
         return self.first + messages - 1
 
     def __len__(self) -> int:
-        return len(self._records) // SENT.size
+        return len(self.records) // SENT.size
+
+    def joins(self, before: "SentMany") -> bool:
+        """Whether READs follow READs, which then are one for `before`: its data comes in one go."""
+        if self.kind != READ_REQUEST or before.kind != READ_REQUEST or self.lkey != before.lkey:
+            return False
+        return before.last + 1 == self.first and before.signal_all == self.signal_all
 
     def take(self, psn: int) -> tuple[int, list[tuple[int, int]]]:
-        """Drop all that end with `psn` at the latest: (bytes, (wr_id, length) of each that is signalled)."""
+        """Drop all that end with `psn` at the latest: (bytes sent, (wr_id, length) of each that is signalled)."""
         length_bytes, count, first, signalled = 0, 0, self.first, []
-        for wr_id, _, _, length, _, flags, messages in SENT.iter_unpack(self._records):
+        for wr_id, _, _, length, _, flags, messages in SENT.iter_unpack(self.records):
             if first + messages - 1 > psn:
                 break
             first += messages
@@ -70,27 +80,31 @@ class SentWrites:
             length_bytes += length
             if flags & SIGNALED or self.signal_all:
                 signalled.append((wr_id, length))
-        self._records = self._records[count * SENT.size :]
+        self.records = self.records[count * SENT.size :]
         self.first = first
+        if self.kind == READ_REQUEST:
+            length_bytes = 0
         self.flying -= length_bytes
         return length_bytes, signalled
 
     def wqes(self) -> list[Wqe]:
         """The requests that are left, as if each had been sent by itself."""
-        found, psn = [], self.first
+        found, psn, reads = [], self.first, self.kind == READ_REQUEST
         for wr_id, remote_addr, address, length, rkey, flags, messages in SENT.iter_unpack(
-            self._records
+            self.records
         ):
             wr = SendWr(
-                wr_id, OP_WRITE, flags, self.signal_all or bool(flags & SIGNALED), NO_IMM,
+                wr_id, OP_READ if reads else OP_WRITE, flags, self.signal_all or bool(flags & SIGNALED), NO_IMM,
                 (Sge(address, length, self.lkey),), Rdma(remote_addr, rkey),
             )  # fmt: skip
             wqe = Wqe(wr, psn)
             psn += messages
-            wqe.kind, wqe.last, wqe.next = WRITE, psn - 1, psn
-            wqe.total = wqe.flying = length
+            wqe.kind, wqe.last, wqe.next = self.kind, psn - 1, psn
+            wqe.total, wqe.flying = length, 0 if reads else length
             wqe.remote_addr, wqe.rkey = remote_addr, rkey
             found.append(wqe)
+        if found:
+            found[0].received = self.received
         return found
 
 
@@ -100,7 +114,7 @@ class SendQueue:
     __slots__ = ("current", "flying", "held", "life", "more", "resend", "unacked")
 
     def __init__(self) -> None:
-        self.unacked: deque[Wqe | SentWrites] = deque()
+        self.unacked: deque[Wqe | SentMany] = deque()
         # How many requests `unacked` holds beside one for each of its elements; how often it was cleared.
         self.more = self.life = 0
         self.resend: deque[Wqe] = deque()
@@ -126,24 +140,30 @@ class SendQueue:
         """Requests that were sent whole."""
         return len(self.unacked) + self.more
 
-    def add_writes(self, writes: SentWrites) -> None:
+    def add_many(self, many: SentMany) -> None:
         """They were sent."""
-        self.unacked.append(writes)
-        self.more += len(writes) - 1
-        self.flying += writes.flying
+        last = self.unacked[-1] if self.unacked else None
+        if type(last) is SentMany and many.joins(last):
+            last.records += many.records
+            last.last = many.last
+            self.more += len(many)
+            return
+        self.unacked.append(many)
+        self.more += len(many) - 1
+        self.flying += many.flying
 
-    def writes_at_head(self) -> SentWrites | None:
+    def many_at_head(self) -> SentMany | None:
         """The oldest requests, if they were sent by the short cut."""
         first = self.unacked[0] if self.unacked else None
-        return first if type(first) is SentWrites else None
+        return first if type(first) is SentMany else None
 
-    def take_writes(self, writes: SentWrites, psn: int) -> list[tuple[int, int]]:
+    def take_many(self, many: SentMany, psn: int) -> list[tuple[int, int]]:
         """Those at the head up to `psn` are done; (wr_id, length) of the signalled ones."""
-        before = len(writes)
-        length_bytes, signalled = writes.take(psn)
+        before = len(many)
+        length_bytes, signalled = many.take(psn)
         self.flying -= length_bytes
-        self.more -= before - len(writes)
-        if not len(writes):
+        self.more -= before - len(many)
+        if not len(many):
             self.unacked.popleft()
             self.more += 1
         return signalled
@@ -158,7 +178,7 @@ class SendQueue:
         """The oldest request."""
         if self.unacked:
             first = self.unacked[0]
-            if type(first) is SentWrites:
+            if type(first) is SentMany:
                 self.unacked.popleft()
                 self.more -= len(first) - 1
                 self.unacked.extendleft(reversed(first.wqes()))
@@ -199,7 +219,7 @@ class SendQueue:
             self.current = None
         while self.unacked and self.unacked[-1].last >= psn:
             last = self.unacked.pop()
-            if type(last) is SentWrites:
+            if type(last) is SentMany:
                 self.more -= len(last) - 1
                 self.unacked.extend(last.wqes())
             else:

@@ -1,7 +1,8 @@
-"""The short cut for WRITEs and the data of READs: two machines, real rings; the same with it and without it."""
+"""The short cut for WRITEs and READs: two machines, real rings; the same with it and without it."""
 
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,8 +31,10 @@ from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi.vmw_pvrdma_abi import Cqe, WcStatus
 from pvrdma_server.backend import SendEntries
 from pvrdma_server.backend_soft import fast_path, native, shm_ring
-from pvrdma_server.backend_soft.codes import REMOTE_WRITE
+from pvrdma_server.backend_soft.codes import FENCE, OP_READ, OP_WRITE, REMOTE_WRITE
 from pvrdma_server.backend_soft.fast_path import (
+    ASKED,
+    MAX_ASKED,
     MAX_BYTES,
     MAX_LANDED,
     MAX_MESSAGES,
@@ -40,8 +43,8 @@ from pvrdma_server.backend_soft.fast_path import (
     Landing,
     Piece,
     Posted,
+    Requests,
     Run,
-    WritePosting,
 )
 from pvrdma_server.backend_soft.shm_ring import RESERVE_BYTES, RingReader, RingWriter
 from pvrdma_server.backend_soft.wire import (
@@ -51,13 +54,16 @@ from pvrdma_server.backend_soft.wire import (
     HEADER_BYTES,
     LAST,
     MAX_CHUNK_BYTES,
+    NAK,
+    PSN_MASK,
+    READ_REQUEST,
     READ_RESPONSE,
     SOLICITED,
     WITH_IMM,
     WRITE,
     pack_rc,
 )
-from pvrdma_server.backend_soft.wqe import SendQueue, SentWrites, Wqe
+from pvrdma_server.backend_soft.wqe import SendQueue, SentMany, Wqe
 from pvrdma_server.errors import GuestError
 
 built = pytest.mark.skipif(native.extension is None, reason="the extension is not built")
@@ -121,12 +127,12 @@ class Two:
         finally:
             self.a.ring_send = ring  # type: ignore[method-assign]
 
-    def read(self, at: int, length: int, wr_id: int, into: int = -1) -> None:
+    def read(self, at: int, length: int, wr_id: int, into: int = -1, flags: int = SIGNALED) -> None:
         """Likewise, in the same place unless told otherwise."""
         self.a.ring_send, ring = lambda: None, self.a.ring_send  # type: ignore[method-assign]
         try:
             local = self.source.sge(at if into < 0 else into, length)
-            self.a.read(local, frm=self.target.remote(at), wr_id=wr_id)
+            self.a.read(local, frm=self.target.remote(at), wr_id=wr_id, flags=flags)
         finally:
             self.a.ring_send = ring  # type: ignore[method-assign]
 
@@ -201,6 +207,83 @@ def test_reads(two: Two, length: int) -> None:
     assert two.source.read(SIZE - length, length) == two.target.read(SIZE - length, length)
     assert not any(two.source.read(0, SIZE - length))
     no_trouble(two)
+
+
+@pytest.mark.parametrize("length", [1, 8, 64, 1000, PAGE, 20_000])
+def test_many_reads(two: Two, length: int) -> None:
+    count = min(300, SIZE // length - 1)
+    two.target.write(random.Random(9).randbytes(SIZE))
+    two.source.write(bytes(SIZE))
+    for number in range(count):
+        two.read(number * length, length, number)
+    assert ids(two.go()) == list(range(count))
+    assert two.source.read(0, count * length) == two.target.read(0, count * length)
+    assert not any(two.source.read(count * length, 64))
+    no_trouble(two)
+
+
+def test_only_reads_that_asked_for_it_complete(two: Two) -> None:
+    for number in range(100):
+        two.read(8 * number, 8, number, flags=SIGNALED if number % 7 == 3 else 0)
+    assert ids(two.go()) == list(range(3, 100, 7))
+
+
+@pytest.mark.parametrize("at", [0, 1, 17, 98])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_read_of_a_wrong_place_ends_it_there(two: Two, at: int, own: bool) -> None:
+    two.source.write(bytes(SIZE))
+    two.target.write(b"x" * SIZE)
+    for number in range(100):
+        place = 100 * number if number != at else SIZE - 50
+        two.read(
+            *((100 * number, 100, number, place) if own else (place, 100, number, 100 * number))
+        )
+    done = two.go()
+    assert [wc.status for wc in done[: at + 1]] == [WcStatus.SUCCESS] * at + [
+        WcStatus.LOC_PROT_ERR if own else WcStatus.REM_ACCESS_ERR
+    ]
+    assert {wc.status for wc in done[at + 1 :]} == {WcStatus.WR_FLUSH_ERR}
+    assert [wc.wr_id for wc in done] == list(range(100))
+    assert two.source.read(0, 100 * at) == b"x" * 100 * at
+    assert not any(two.source.read(100 * at, SIZE - 100 * at))
+
+
+def test_reads_before_what_waits_for_them(two: Two) -> None:
+    two.target.write(b"t" * 4096)
+    for number in range(0, 120, 4):
+        for part in range(3):
+            two.read(100 * part, 100, number + part, into=1000 + 100 * part)
+        two.write(1000, 300, number + 3, SIGNALED | FENCE, to=5000)
+    assert ids(two.go()) == list(range(120))
+    assert two.target.read(5000, 300) == b"t" * 300
+    no_trouble(two)
+
+
+def test_a_peer_that_answers_no_read_is_given_up(two: Two) -> None:
+    two.read(0, 8, 0)
+    assert ids(two.go()) == [0]
+    two.b.destroy()
+    for number in range(1, 60):
+        two.read(8 * number, 8, number)
+    two.a.ring_send()
+    while two.world.wait():
+        pass
+    done = two.a.send_cq.poll()
+    assert [wc.wr_id for wc in done] == list(range(1, 60))
+    assert done[0].status == WcStatus.RETRY_EXC_ERR
+    assert {wc.status for wc in done[1:]} == {WcStatus.WR_FLUSH_ERR}
+
+
+def test_reads_of_a_queue_pair_in_error_are_flushed(two: Two) -> None:
+    two.read(0, 8, 0)
+    assert ids(two.go()) == [0]
+    for number in range(1, 60):
+        two.read(8 * number, 8, number)
+    two.a.ring_send()
+    two.a.to_error()
+    done = two.go()
+    assert [wc.wr_id for wc in done] == list(range(1, 60))
+    assert {wc.status for wc in done} <= {WcStatus.SUCCESS, WcStatus.WR_FLUSH_ERR}
 
 
 def test_writes_and_reads_by_turns(two: Two) -> None:
@@ -322,7 +405,7 @@ class Stranger:
     def send(self, header: bytes, payload: object) -> bool:
         raise AssertionError("nobody answers a stranger")
 
-    send_writes = send_chunks = send
+    send_many = send
 
 
 def test_nobody_else_is_let_in(two: Two) -> None:
@@ -343,6 +426,37 @@ def test_nobody_else_is_let_in(two: Two) -> None:
         assert backend.offer(stranger, two.b.qpn, WRITE) is None  # type: ignore[arg-type]
     assert backend.counters.wrong_peer == 5
     assert two.target.read(0, 8) == two.source.read(0, 8)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_reads_that_were_repeated_make_room_for_new_ones(two: Two, answered: bool) -> None:
+    """A requester that repeats itself may hear the first answers meanwhile, and then asks for as many as it may."""
+    backend, psn = two.backends[1], 0x1234
+    peer = backend._env.port.route(two.gids[0])
+    assert peer is not None
+
+    def ask(psns: range) -> None:
+        for number in psns:
+            header = message(
+                0, kind=READ_REQUEST, dst_qpn=two.b.qpn, src_qpn=two.a.qpn, psn=number, total=8,
+                rkey=two.target.rkey, remote_addr=two.target.addr,
+            )  # fmt: skip
+            backend.receive(peer, header, ())
+
+    responder = backend._qps[two.b.qpn]._responder
+    assert responder is not None
+    ask(range(psn, psn + 4))
+    if answered:
+        while two.world.run():
+            pass
+        assert not responder.responses.queue
+        ask(range(psn, psn + 4))
+    ask(range(psn + 4, psn + 6))
+    queued = [(response.kind, response.psn) for response in responder.responses.queue]
+    if answered:
+        assert queued == [(READ_RESPONSE, psn + n) for n in range(2, 6)]
+    else:
+        assert queued[-1] == (NAK, psn + 4)
 
 
 def test_a_destroyed_queue_pair_hears_no_more(two: Two) -> None:
@@ -419,21 +533,61 @@ def test_any_writes_land_as_in_a_model(two: Two, writes: list[tuple[int, int, bo
     assert two.target.read() == model
 
 
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(), st.booleans(), st.integers(0, SIZE // 2 - 9000), st.integers(0, 9000),
+            st.integers(0, SIZE // 2 - 9000),
+        ),
+        max_size=120,
+    )
+)  # fmt: skip
+def test_any_reads_and_writes_land_as_in_a_model(
+    two: Two, requests: list[tuple[bool, bool, int, int, int]]
+) -> None:
+    # What is read, and what is written from, is what nobody changes: the upper halves.
+    half = SIZE // 2
+    there, here = bytearray(two.target.read()), bytearray(two.source.read())
+    for number, (is_read, signalled, at, length, to) in enumerate(requests):
+        flags = SIGNALED if signalled else 0
+        if is_read:
+            two.read(half + at, length, number, to, flags)
+            here[to : to + length] = there[half + at : half + at + length]
+        else:
+            two.write(half + at, length, number, flags, to)
+            there[to : to + length] = here[half + at : half + at + length]
+    assert ids(two.go()) == [n for n, request in enumerate(requests) if request[1]]
+    assert two.target.read() == there
+    assert two.source.read() == here
+    no_trouble(two)
+
+
 @built
 def test_the_short_cut_is_taken(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    landed: list[int] = []
+    landed: Counter[int] = Counter()
+    calls: Counter[int] = Counter()
     take = Landing.take_untrusted
 
     def spy(self: Landing, run: Run, tail: int, head: int) -> Landed:
         found = take(self, run, tail, head)
-        landed.append(found.messages)
+        landed[run.kind] += found.messages
+        calls[run.kind] += 1
         return found
 
     monkeypatch.setattr(Landing, "take_untrusted", spy)
     for number in range(DEPTH):
         two.write(8 * number, 8, number)
     assert len(two.go()) == DEPTH
-    assert (sum(landed) > DEPTH // 2) == two.short_cut
+    assert (landed[WRITE] > DEPTH // 2) == two.short_cut
+    for number in range(DEPTH):
+        two.read(8 * number, 8, number)
+    assert len(two.go()) == DEPTH
+    for kind in (READ_REQUEST, READ_RESPONSE):
+        assert (landed[kind] > DEPTH - 10) == two.short_cut
+        assert calls[kind] <= DEPTH // 4 + 5  # guest_qp's max_rd_atomic
 
 
 # --- the consumer's end, and whatever a hostile producer writes -------------------------------
@@ -477,11 +631,12 @@ class Inbox:
         self.head += HEADER_BYTES + (len(payload) + 63 & ~63)
         self.psn += 1
 
-    def run(self, kind: int = WRITE, *, head: int = -1, word: int = -1, **changes: int) -> Landed:
+    def run(
+        self, kind: int = WRITE, *, head: int = -1, word: int = -1, **changes: object
+    ) -> Landed:
         """`head` is what was seen of the producer's index before, `word` what it is now."""
         piece = Piece(BASE, memoryview(self.fenced)[PAGE : PAGE + LENGTH])
-        values = {"address": 0, "total": 0, "done": 0, **RUN} | changes
-        run = Run(kind=kind, piece=piece, **values)
+        run = Run(kind=kind, piece=piece, **RUN | changes)  # type: ignore[arg-type]
         self.words[HEAD] = self.head if word < 0 else word
         return self.landing.take_untrusted(run, self.tail, self.head if head < 0 else head)
 
@@ -590,16 +745,80 @@ def test_a_write_that_would_leave_the_piece_does_not_begin(total: int) -> None:
     assert inbox.run().messages == 0
 
 
+def reads(*pieces: tuple[int, int]) -> bytes:
+    """Records of READs into the memory at (offset, length) each."""
+    return b"".join(SENT.pack(0, 0, BASE + at, length, 0, 0, 1) for at, length in pieces)
+
+
 @built
-def test_the_data_of_a_read() -> None:
+def test_the_data_of_reads() -> None:
     inbox = Inbox()
-    for number in range(3):
-        flags = LAST if number == 2 else 0
-        data = bytes([number]) * 10
-        inbox.add(data, kind=READ_RESPONSE, flags=flags, psn=5, offset=10 * number, total=30)
-    found = inbox.run(READ_RESPONSE, psn=5, address=BASE + 100, total=30, done=0)
-    assert (found.messages, found.done, found.tail) == (3, 30, inbox.head)
-    assert inbox.memory[100:130] == bytes(10) + b"\1" * 10 + b"\2" * 10
+    for psn, length in ((PSN_MASK, 30), (0, 10), (1, 15)):
+        for offset in range(0, length, 10):
+            flags = LAST if offset + 10 >= length else 0
+            data = bytes([psn + 1 & 7]) * min(10, length - offset)
+            inbox.add(data, kind=READ_RESPONSE, flags=flags, psn=psn, offset=offset, total=length)
+    records = reads((100, 30), (0, 10), (200, 15), (300, 1))
+    found = inbox.run(READ_RESPONSE, psn=PSN_MASK, reads=records)
+    assert (found.messages, found.completed, found.done, found.tail) == (6, 3, 0, inbox.head)
+    assert inbox.memory[100:130] == bytes(30)
+    assert inbox.memory[:10] == b"\1" * 10
+    assert inbox.memory[200:216] == b"\2" * 15 + b"\0"
+
+
+@built
+def test_a_read_goes_on_where_it_was() -> None:
+    inbox = Inbox()
+    inbox.add(b"b" * 10, kind=READ_RESPONSE, flags=LAST, psn=5, offset=20, total=30)
+    inbox.add(b"c" * 10, kind=READ_RESPONSE, flags=0, psn=6, offset=0, total=30)
+    found = inbox.run(READ_RESPONSE, psn=5, done=20, reads=reads((0, 30), (30, 30)))
+    assert (found.messages, found.completed, found.done) == (2, 1, 10)
+    assert inbox.memory[:50] == bytes(20) + b"b" * 10 + b"c" * 10 + bytes(10)
+
+
+@built
+@pytest.mark.parametrize(
+    ("at", "length"),
+    [(LENGTH - 9, 10), (-1, 10), (LENGTH, 1), (0, LENGTH + 1), (-BASE, 10), (0, 0xFFFF_FFFF)],
+)
+def test_data_does_not_leave_the_piece(at: int, length: int) -> None:
+    inbox = Inbox()
+    inbox.add(b"x" * 10, kind=READ_RESPONSE, flags=LAST if length == 10 else 0, psn=5)
+    found = inbox.run(READ_RESPONSE, psn=5, reads=reads((at, length)))
+    assert (found.messages, found.completed, found.tail) == (0, 0, inbox.tail)
+
+
+@built
+def test_requests_of_reads() -> None:
+    inbox = Inbox()
+    for number in range(20):
+        inbox.add(b"", kind=READ_REQUEST, total=10 + number, remote_addr=BASE + number)
+    found = inbox.run(READ_REQUEST, limit=16)
+    assert (found.messages, found.length_bytes, found.tail) == (16, 0, 16 * HEADER_BYTES)
+    asked = [(BASE + n, 10 + n, RUN["psn"] + n & PSN_MASK) for n in range(16)]
+    assert list(ASKED.iter_unpack(found.asked)) == asked
+    inbox.tail, inbox.head = 0, inbox.head
+    for _ in range(100):
+        inbox.add(b"", kind=READ_REQUEST, total=1)
+    assert inbox.run(READ_REQUEST, limit=1000).messages == MAX_ASKED
+
+
+@built
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": WRITE}, {"kind": 5}, {"flags": FIRST}, {"flags": LAST}, {"flags": FIRST | LAST | SOLICITED},
+        {"version": 0}, {"dst_qpn": 8}, {"src_qpn": 7}, {"psn": 1}, {"rkey": 0x1235}, {"length": 1}, {"offset": 1},
+        {"total": 0}, {"total": LENGTH + 1}, {"total": 0xFFFF_FFFF}, {"remote_addr": BASE - 1},
+        {"remote_addr": BASE + LENGTH - 9}, {"remote_addr": (1 << 64) - 5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_requests_are_left_for_the_usual_way(changes: dict[str, int]) -> None:
+    inbox = Inbox()
+    inbox.add(b"", **({"kind": READ_REQUEST, "total": 10} | changes))
+    found = inbox.run(READ_REQUEST)
+    assert (found.messages, found.tail, found.asked) == (0, inbox.tail, b"")
 
 
 @built
@@ -615,7 +834,7 @@ def test_the_data_of_a_read() -> None:
 def test_data_that_nobody_asked_for_is_left_for_the_usual_way(changes: dict[str, int]) -> None:
     inbox = Inbox()
     inbox.add(b"x" * 10, **({"kind": READ_RESPONSE, "flags": 0, "psn": 5, "offset": 10} | changes))
-    found = inbox.run(READ_RESPONSE, psn=5, **UNDER_WAY)
+    found = inbox.run(READ_RESPONSE, psn=5, done=10, reads=reads((100, 30)))
     assert (found.messages, found.done) == (0, 10)
     assert not any(inbox.memory)
 
@@ -687,15 +906,26 @@ def test_a_producer_that_sleeps_is_woken_early(wants: int, behind: int, landed: 
 
 @built
 @settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=2000), st.integers(0, 60), st.integers(0, CAPACITY // 64 - 1))
-def test_any_bytes_in_the_ring(data: bytes, behind: int, start: int) -> None:
+@given(
+    st.binary(max_size=2000),
+    st.integers(0, 60),
+    st.integers(0, CAPACITY // 64 - 1),
+    st.sampled_from([WRITE, READ_REQUEST, READ_RESPONSE]),
+)
+def test_any_bytes_in_the_ring(data: bytes, behind: int, start: int, kind: int) -> None:
     inbox = Inbox(64 * start)
-    inbox.add(b"first")
+    if kind == READ_REQUEST:
+        inbox.add(b"", kind=kind, total=10)
+    else:
+        inbox.add(b"first", kind=kind, flags=LAST if kind == READ_RESPONSE else FIRST | LAST)
     for at, byte in enumerate(data, inbox.head):
         inbox.ring[at % CAPACITY] = byte
     inbox.head += behind * 64
-    assert inbox.take()[0] >= 1
-    assert inbox.tail <= inbox.head
+    found = inbox.run(kind, reads=reads((0, 5), (10, LENGTH - 10)))
+    assert found.messages >= 1
+    assert found.tail <= inbox.head
+    assert not any(inbox.fenced[:PAGE])
+    assert not any(inbox.fenced[PAGE + LENGTH :])
 
 
 # --- the producer's end -----------------------------------------------------------------------
@@ -713,7 +943,7 @@ def test_a_full_ring_is_left_before_its_reserve() -> None:
         assert entries is not None
         what = _posting(two, entries)
         sent = 0
-        while (posted := writer.put_writes_untrusted(what)) is not None:
+        while (posted := writer.put_many_untrusted(what)) is not None:
             sent += posted.messages
             assert posted.messages == len(posted.records) // SENT.size
         size = HEADER_BYTES + 4032
@@ -736,7 +966,7 @@ LONG = 300_000
 
 
 @pytest.fixture
-def long_writes() -> Iterator[WritePosting]:
+def long_writes() -> Iterator[Requests]:
     """Eight WRITEs of `LONG` bytes each, in messages of up to 100 000."""
     with tempfile.TemporaryDirectory(prefix="pvrdma-fabric-") as folder:
         two = Two(folder, in_a_row=True)
@@ -749,9 +979,9 @@ def long_writes() -> Iterator[WritePosting]:
 
 
 @built
-def test_a_write_is_sent_whole_or_not_at_all(long_writes: WritePosting) -> None:
+def test_a_write_is_sent_whole_or_not_at_all(long_writes: Requests) -> None:
     view, writer = _ring()
-    posted = writer.put_writes_untrusted(long_writes)
+    posted = writer.put_many_untrusted(long_writes)
     assert posted is not None
     size = 3 * (HEADER_BYTES + 100_032)
     count = min(-(-MAX_BYTES // LONG), (CAPACITY - RESERVE_BYTES) // size)
@@ -767,7 +997,7 @@ def test_a_write_is_sent_whole_or_not_at_all(long_writes: WritePosting) -> None:
 
 @built
 @pytest.mark.parametrize("asleep", [0, 1])
-def test_room_that_is_made_meanwhile_is_used(long_writes: WritePosting, asleep: int) -> None:
+def test_room_that_is_made_meanwhile_is_used(long_writes: Requests, asleep: int) -> None:
     view, writer = _ring()
     words = view[:PAGE].cast("Q")
     writer.head = writer.tail = 0
@@ -780,7 +1010,7 @@ def test_room_that_is_made_meanwhile_is_used(long_writes: WritePosting, asleep: 
 
 @built
 @pytest.mark.parametrize("tail", [32, 1 << 22, 1 << 63], ids=str)
-def test_room_that_cannot_be_is_not_used(long_writes: WritePosting, tail: int) -> None:
+def test_room_that_cannot_be_is_not_used(long_writes: Requests, tail: int) -> None:
     view, writer = _ring()
     view[:PAGE].cast("Q")[TAIL] = tail
     posted = writer._posting.put_untrusted(long_writes, 1 << 20, 0)  # type: ignore[union-attr]
@@ -788,36 +1018,36 @@ def test_room_that_cannot_be_is_not_used(long_writes: WritePosting, tail: int) -
     assert len(posted.records) // SENT.size == (CAPACITY - RESERVE_BYTES - (1 << 20)) // size
 
 
-def _posting(two: Two, entries: SendEntries) -> WritePosting:
+def _posting(two: Two, entries: SendEntries, opcode: int = OP_WRITE) -> Requests:
     offset = two.source.pages.pages[0] - two.machines[0].ram.iova
     length = SIZE if two.in_a_row else PAGE
     piece = Piece(two.source.addr, two.machines[0].ram.view[offset : offset + length])
-    return WritePosting(entries, two.source.lkey, piece, 256, 1 << 30, MAX_CHUNK_BYTES, 1, 2, 3)
+    return Requests(entries, opcode, two.source.lkey, piece, 256, 1 << 30, MAX_CHUNK_BYTES, 1, 2, 3)
 
 
 # --- what was sent, until it is acknowledged --------------------------------------------------
 
 
-def sent(first: int, count: int, each: int = 1) -> SentWrites:
+def sent(first: int, count: int, each: int = 1) -> SentMany:
     records = b"".join(SENT.pack(n, 0, 0, 10, 0, SIGNALED * (n % 2), each) for n in range(count))
-    return SentWrites(Posted(each * count, 10 * count, 0, records), first, 5, signal_all=False)
+    return SentMany(Posted(each * count, 10 * count, 0, records), first, WRITE, 5, signal_all=False)
 
 
 def test_they_complete_from_the_front() -> None:
     queue = SendQueue()
-    queue.add_writes(sent(100, 10))
+    queue.add_many(sent(100, 10))
     assert (queue.taken, queue.flying) == (10, 100)
-    writes = queue.writes_at_head()
+    writes = queue.many_at_head()
     assert writes is not None
-    assert queue.take_writes(writes, 103) == [(1, 10), (3, 10)]
+    assert queue.take_many(writes, 103) == [(1, 10), (3, 10)]
     assert (queue.taken, queue.flying, writes.first) == (6, 60, 104)
-    assert queue.take_writes(writes, 1000) == [(5, 10), (7, 10), (9, 10)]
+    assert queue.take_many(writes, 1000) == [(5, 10), (7, 10), (9, 10)]
     assert (queue.taken, queue.flying, queue.idle) == (0, 0, True)
 
 
 def test_who_goes_back_makes_ordinary_requests_of_them() -> None:
     queue = SendQueue()
-    queue.add_writes(sent(100, 10))
+    queue.add_many(sent(100, 10))
     queue.go_back(104)
     assert [wqe.first for wqe in queue.unacked] == [100, 101, 102, 103]
     assert [wqe.first for wqe in queue.resend] == [104, 105, 106, 107, 108, 109]
@@ -826,7 +1056,7 @@ def test_who_goes_back_makes_ordinary_requests_of_them() -> None:
 
 def test_the_oldest_is_an_ordinary_request() -> None:
     queue = SendQueue()
-    queue.add_writes(sent(100, 3))
+    queue.add_many(sent(100, 3))
     head = queue.head()
     assert type(head) is Wqe
     assert (head.first, head.last, head.wr.wr_id, head.total) == (100, 100, 0, 10)
@@ -837,24 +1067,58 @@ def test_the_oldest_is_an_ordinary_request() -> None:
 
 def test_one_of_many_messages_completes_with_its_last() -> None:
     queue = SendQueue()
-    queue.add_writes(sent(100, 4, each=3))
-    writes = queue.writes_at_head()
+    queue.add_many(sent(100, 4, each=3))
+    writes = queue.many_at_head()
     assert writes is not None
     for psn in (100, 101):
-        assert queue.take_writes(writes, psn) == []
+        assert queue.take_many(writes, psn) == []
         assert (queue.taken, queue.flying, writes.first, writes.first_last) == (4, 40, 100, 102)
-    assert queue.take_writes(writes, 106) == [(1, 10)]
+    assert queue.take_many(writes, 106) == [(1, 10)]
     assert (queue.taken, queue.flying, writes.first, writes.first_last) == (2, 20, 106, 108)
-    assert queue.take_writes(writes, 111) == [(3, 10)]
+    assert queue.take_many(writes, 111) == [(3, 10)]
     assert (queue.taken, queue.flying, queue.idle) == (0, 0, True)
 
 
 def test_who_goes_back_into_the_middle_of_one_repeats_that_one() -> None:
     queue = SendQueue()
-    queue.add_writes(sent(100, 4, each=3))
+    queue.add_many(sent(100, 4, each=3))
     queue.go_back(104)
     assert [(wqe.first, wqe.last) for wqe in queue.unacked] == [(100, 102)]
     assert [(wqe.first, wqe.last) for wqe in queue.resend] == [(103, 105), (106, 108), (109, 111)]
     again = queue.next_resend(104)
     assert again is not None
     assert (again.first, again.next) == (103, 104)
+
+
+def reads_sent(first: int, count: int) -> SentMany:
+    records = b"".join(SENT.pack(n, 0, 0, 10, 0, SIGNALED, 1) for n in range(count))
+    return SentMany(Posted(count, 0, 0, records), first, READ_REQUEST, 5, signal_all=False)
+
+
+def test_reads_that_follow_reads_are_one_with_them() -> None:
+    queue = SendQueue()
+    queue.add_many(reads_sent(100, 3))
+    queue.add_many(reads_sent(103, 2))
+    many = queue.many_at_head()
+    assert many is not None
+    assert (len(queue.unacked), queue.taken, many.first, many.last) == (1, 5, 100, 104)
+    assert queue.take_many(many, 103) == [(0, 10), (1, 10), (2, 10), (0, 10)]
+    assert (queue.taken, queue.flying, many.first) == (1, 0, 104)
+    queue.add_many(reads_sent(106, 1))
+    assert len(queue.unacked) == 2
+
+
+def test_reads_that_are_repeated_go_on_where_they_were() -> None:
+    queue = SendQueue()
+    queue.add_many(reads_sent(100, 3))
+    many = queue.many_at_head()
+    assert many is not None
+    many.received = 7
+    queue.go_back(100)
+    assert [(wqe.kind, wqe.first, wqe.last, wqe.received) for wqe in queue.resend] == [
+        (READ_REQUEST, 100, 100, 7),
+        (READ_REQUEST, 101, 101, 0),
+        (READ_REQUEST, 102, 102, 0),
+    ]
+    assert {wqe.wr.opcode for wqe in queue.resend} == {OP_READ}
+    assert (queue.taken, queue.flying) == (0, 0)
