@@ -29,7 +29,8 @@ from cffi import FFI
 _CDEF = """
 #define WATCH_LIMIT ...
 struct watch;
-struct watch *watch_open(int64_t spin_ns, int64_t min_sleep_ns, int64_t max_sleep_ns, uint8_t *signalled);
+struct watch *watch_open(int64_t spin_ns, int64_t min_sleep_ns, int64_t max_sleep_ns, int64_t quiet_sleep_ns,
+                         uint8_t *signalled);
 int watch_fd(struct watch *);
 int watch_add(struct watch *, const uint32_t *words);
 void watch_rearm(struct watch *, int token);
@@ -59,6 +60,8 @@ _SOURCE = r"""
 #define CHUNK 256
 /* At most one part in this many of a core goes into passes, however many rings there are. */
 #define REST_PER_PASS 8
+/* After a long quiet time a sleep may last one part in so many of it. */
+#define QUIET_PER_SLEEP 64
 #define GENERATIONS 0x7fff
 
 enum phase { FREE, ARMED, FIRED, DISARMED };
@@ -74,7 +77,7 @@ struct watch {
     pthread_cond_t cond;
     pthread_t thread;
     int epoll_fd, event_fd, timer_fd;
-    int64_t spin_ns, min_sleep_ns, max_sleep_ns;
+    int64_t spin_ns, min_sleep_ns, max_sleep_ns, quiet_sleep_ns;
     /* Without the mutex, sequentially consistent. Chunks stay until the end: rearm may look into them at any time. */
     _Atomic(struct entry *) chunks[WATCH_LIMIT / CHUNK];
     _Atomic uint32_t changes; /* how many times something was armed */
@@ -211,6 +214,9 @@ static void *run(void *arg)
         } else if (end_ns - active_ns < w->spin_ns) {
             let_others(w);
         } else {
+            int64_t quiet_ns = (end_ns - active_ns) / QUIET_PER_SLEEP;
+            quiet_ns = quiet_ns < w->quiet_sleep_ns ? quiet_ns : w->quiet_sleep_ns;
+            rest_ns = quiet_ns > rest_ns ? quiet_ns : rest_ns;
             sleep_until(w, end_ns + (sleep_ns > rest_ns ? sleep_ns : rest_ns), seen);
             sleep_ns = 2 * sleep_ns < w->max_sleep_ns ? 2 * sleep_ns : w->max_sleep_ns;
         }
@@ -242,7 +248,8 @@ static void release(struct watch *w)
 }
 
 /* The kernel's timer is the deadline: one wake-up, where the thread would be a second. NULL and errno on failure. */
-struct watch *watch_open(int64_t spin_ns, int64_t min_sleep_ns, int64_t max_sleep_ns, uint8_t *signalled)
+struct watch *watch_open(int64_t spin_ns, int64_t min_sleep_ns, int64_t max_sleep_ns, int64_t quiet_sleep_ns,
+                         uint8_t *signalled)
 {
     struct watch *w = calloc(1, sizeof *w);
     struct epoll_event in = {.events = EPOLLIN};
@@ -250,6 +257,7 @@ struct watch *watch_open(int64_t spin_ns, int64_t min_sleep_ns, int64_t max_slee
     if (!w)
         return NULL;
     w->spin_ns = spin_ns, w->min_sleep_ns = min_sleep_ns, w->max_sleep_ns = max_sleep_ns;
+    w->quiet_sleep_ns = quiet_sleep_ns;
     w->signalled = signalled;
     w->fired = -1, w->deadline_ns = w->wake_ns = INT64_MAX;
     pthread_mutex_init(&w->mutex, NULL);

@@ -42,6 +42,11 @@ def sleepy() -> RingWatcher:
     return CWatcher(SleepPolicy(0, hour_ns, hour_ns))
 
 
+def quiet() -> RingWatcher:
+    """Sleeps as after a long quiet time from the start."""
+    return CWatcher(SleepPolicy(0, 1, 1, 20_000_000))
+
+
 def python_watcher() -> RingWatcher:
     return PythonWatcher()
 
@@ -49,6 +54,7 @@ def python_watcher() -> RingWatcher:
 KINDS = [
     pytest.param(c_watcher, marks=needs_c),
     pytest.param(spinning, marks=needs_c),
+    pytest.param(quiet, marks=needs_c),
     pytest.param(python_watcher),
 ]
 
