@@ -375,4 +375,5 @@ def _link_facts(link: ShmLink) -> dict[str, Any]:
         "received_bytes": reader.tail if reader else 0,
         "bells": link.rung,
         "lost_messages": link.lost,
+        "looked_s": link.looked_ns / 1e9,
     }

@@ -9,6 +9,7 @@ fit, as a cable that was pulled, so that queue pairs run into their own timeouts
 import contextlib
 import mmap
 import socket
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pvrdma_server.backend_soft.fast_path import Many, Posted
@@ -48,12 +49,14 @@ class ShmLink:
         ending: the peer has hung up; what it sent before is still delivered.
         busy: in the port's list of links to look at; otherwise the peer rings.
         lost: messages taken and lost.
+        looked_ns: how long we looked at it before going to sleep: CPU time without work.
         seen_tail, since_ns: how far it was, and when that was looked at, while refusing.
     """
 
     __slots__ = (
         "_credit", "_linger", "_port", "_rings", "_sleeps", "_sock", "broken", "busy", "dropping",
-        "ending", "lost", "name", "peer_id", "reader", "refused", "rung", "seen_tail", "since_ns", "uid", "writer",
+        "ending", "looked_ns", "lost", "name", "peer_id", "reader", "refused", "rung", "seen_tail", "since_ns", "uid",
+        "writer",
     )  # fmt: skip
 
     def __init__(self, port: "ShmPort", peer_id: str, uid: int) -> None:
@@ -67,7 +70,7 @@ class ShmLink:
         self.refused = self.dropping = self.busy = self.ending = False
         self._credit, self._sleeps = 1, 0
         self._linger: Linger | None = None
-        self.lost = self.rung = self.seen_tail = self.since_ns = 0
+        self.looked_ns = self.lost = self.rung = self.seen_tail = self.since_ns = 0
 
     def come_up(self, sock: socket.socket, rings: Rings, name: str) -> None:
         """Greetings were exchanged; the link takes the socket and the mappings over."""
@@ -215,7 +218,9 @@ class ShmLink:
             self._sleeps += 1
             if not LINGER_PAYS or self._sleeps % _LINGER_PROBE:
                 return Lingered.NOTHING
+        started_ns = perf_counter_ns()
         seen = linger.wait(reader.seen, writer.tail if self.refused else None, LINGER_NS)
+        self.looked_ns += perf_counter_ns() - started_ns
         if seen == Lingered.CHANGED:
             self._credit = _LINGER_CREDIT
             if self.refused and self.moved():

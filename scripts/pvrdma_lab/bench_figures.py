@@ -54,13 +54,17 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """A WRITE there and one back. Awake: without a pause between them. CPU time is that of both servers."""
+    """A WRITE there and one back. Awake: without a pause between them. CPU time is that of both servers.
+
+    `work_us_per_message`: without what they looked for work, at rings of peers and of the guest.
+    """
 
     size_bytes: int
     awake: bool
     one_way_us: float
     best_us: float
     cpu_us_per_message: float
+    work_us_per_message: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +214,9 @@ def latencies(folder: Path, options: RigOptions, sizes: Sequence[int]) -> list[L
             game = PingPong(*pair, size)
             for awake in (True, False):
                 rounds, pause_s = (2000, 0.0) if awake else (100, _PAUSE_S)
-                times, cpu_s = ping_pong(game, servers, rounds, pause_s)
-                middle = statistics.median(times)
-                found.append(Latency(size, awake, middle * 1e6, min(times) * 1e6, cpu_s * 1e6))
+                times, *cpu_s = ping_pong(game, servers, rounds, pause_s)
+                us = (1e6 * s for s in (statistics.median(times), min(times), *cpu_s))
+                found.append(Latency(size, awake, *us))
     return found
 
 

@@ -98,6 +98,12 @@ def window_of(size: int) -> int:
     return max(4, min(128, 64 * MIB // size))
 
 
+def cpu_and_work(servers: Sequence[ServerProcess]) -> tuple[float, float]:
+    """CPU seconds of all of them so far, and those of them that were not spent looking for work."""
+    work = sum(server.work_s() for server in servers)
+    return sum(server.cpu_s() for server in servers), work
+
+
 class PingPong:
     """Two queue pairs that WRITE to one another in turn; each side watches the last byte of its memory."""
 
@@ -129,15 +135,15 @@ class PingPong:
 
 def ping_pong(
     game: PingPong, servers: Sequence[ServerProcess], rounds: int, pause_s: float
-) -> tuple[list[float], float]:
-    """(one-way seconds of each round, servers' CPU seconds per message); a pause before each round if asked."""
+) -> tuple[list[float], float, float]:
+    """One-way seconds of each round, servers' CPU seconds per message, and those that are work. Pauses come first."""
     times = []
-    cpu = sum(server.cpu_s() for server in servers)
+    cpu, work = cpu_and_work(servers)
     for _ in range(rounds):
         if pause_s:
             time.sleep(pause_s)
         started = time.perf_counter()
         game.once(os.sched_yield)
         times.append((time.perf_counter() - started) / 2)
-    cpu = sum(server.cpu_s() for server in servers) - cpu
-    return times, cpu / rounds / 2
+    cpu_after, work_after = cpu_and_work(servers)
+    return times, (cpu_after - cpu) / rounds / 2, (work_after - work) / rounds / 2

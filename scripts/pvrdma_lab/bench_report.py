@@ -34,6 +34,7 @@ _FORMATS = {
     "of_memcpy": ("of memcpy", "{:.2f}".format),
     "two_copies_gb_per_s": ("2 copies", "{:.1f}".format),
     "cpu_us_per_message": ("CPU us/message", "{:.1f}".format),
+    "work_us_per_message": ("of it work", "{:.1f}".format),
     "one_way_us": ("one way us", "{:.1f}".format),
     "best_us": ("best us", "{:.1f}".format),
     "cpu_percent": ("% of a core", "{:.2f}".format),

@@ -25,6 +25,7 @@ from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi import vmw_pvrdma_abi as abi
 from pvrdma_server.abi.pvrdma_verbs import AccessFlags
 from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus, WrOpcode
+from pvrdma_server.status import read_status
 
 KIB, MIB = 1 << 10, 1 << 20
 # Of guest memory for data: larger than any cache, so that both ends touch memory as guests do.
@@ -55,8 +56,8 @@ class BenchError(Exception):
 class ServerProcess:
     """A running server, and what the kernel says it costs."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", socket: Path) -> None:
-        self.process, self.socket = process, str(socket)
+    def __init__(self, process: "subprocess.Popen[bytes]", socket: Path, status: Path) -> None:
+        self.process, self.socket, self._status = process, str(socket), str(status)
         self._proc = Path(f"/proc/{process.pid}")
 
     def cpu_s(self) -> float:
@@ -66,6 +67,16 @@ class ServerProcess:
             with contextlib.suppress(OSError):
                 total += int((task / "schedstat").read_text().split()[0])
         return total / 1e9
+
+    def work_s(self) -> float:
+        """CPU time so far without looking for work: at peers' rings, and by the thread that watches the guest's."""
+        peers = read_status(self._status)["fabric"]["peers"]
+        looked: float = sum(peer["looked_s"] for peer in peers)
+        for task in (self._proc / "task").iterdir():
+            with contextlib.suppress(OSError):
+                if (task / "comm").read_text() == "ring-watcher\n":
+                    looked += int((task / "schedstat").read_text().split()[0]) / 1e9
+        return self.cpu_s() - looked
 
     def own_memory_mib(self) -> float:
         """Memory that is nobody else's: without the guest's, the rings and shared libraries."""
@@ -79,9 +90,10 @@ class ServerProcess:
 def server(folder: Path, name: str, options: Sequence[str] = ()) -> Iterator[ServerProcess]:
     """A server process within the block."""
     socket, log_path = folder / f"{name}.sock", folder / f"{name}.log"
+    status = folder / f"{name}.status"
     command = [
         sys.executable, "-m", "pvrdma_server", "--socket-path", str(socket), "--name", name,
-        "--fabric", str(folder / "fabric"), *options,
+        "--fabric", str(folder / "fabric"), "--status-socket", str(status), *options,
     ]  # fmt: skip
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, cwd=paths.REPOSITORY, stdout=log, stderr=log)
@@ -91,7 +103,7 @@ def server(folder: Path, name: str, options: Sequence[str] = ()) -> Iterator[Ser
             if process.poll() is not None or time.monotonic() > deadline:
                 raise BenchError(log_path.read_text())
             time.sleep(0.02)
-        yield ServerProcess(process, socket)
+        yield ServerProcess(process, socket, status)
     finally:
         process.terminate()
         process.wait(_START_S)
