@@ -237,12 +237,11 @@ def _errors(errors: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _peers(fabric: Mapping[str, Any]) -> Table:
-    numbers = ("sent", "bytes sent", "received", "bytes received", "bells", "lost", "looked, s")
+    numbers = ("sent", "bytes sent", "received", "bytes received", "bells", "lost")
     table = _table("Servers met in the fabric", "name", "state", *numbers, right=numbers)
     for peer in fabric["peers"]:
         _add(table, peer["name"], peer["state"], peer["sent_messages"], size(peer["sent_bytes"]),
-             peer["received_messages"], size(peer["received_bytes"]), peer["bells"], peer["lost_messages"],
-             f"{peer['looked_s']:.3f}")  # fmt: skip
+             peer["received_messages"], size(peer["received_bytes"]), peer["bells"], peer["lost_messages"])  # fmt: skip
     return table
 
 

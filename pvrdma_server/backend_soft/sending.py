@@ -372,12 +372,10 @@ class Sending:
                 self._owner.complete_send(Completion(wr.wr_id, 0, WC_OF_WR[wr.opcode], wqe.total))
 
     def _complete_many(self, many: SentMany) -> None:
-        queue, life, opcode = self.queue, self.queue.life, WC_OF_WR[_OPCODE[many.kind]]
-        for wr_id, length in queue.take_many(many, self.acked):
-            self._owner.complete_send(Completion(wr_id, 0, opcode, length))
-            # The owner may have reset or destroyed the queue pair.
-            if queue.life != life:
-                break
+        opcode = WC_OF_WR[_OPCODE[many.kind]]
+        done = self.queue.take_many(many, self.acked)
+        if done:
+            self._owner.complete_sends([(wr_id, opcode, length) for wr_id, length in done])
 
     def _fail_head(self, status: int) -> None:
         wqe = self.queue.head()

@@ -111,12 +111,12 @@ class SentMany:
 class SendQueue:
     """The requests of one QP that were taken and are not completed."""
 
-    __slots__ = ("current", "flying", "held", "life", "more", "resend", "unacked")
+    __slots__ = ("current", "flying", "held", "more", "resend", "unacked")
 
     def __init__(self) -> None:
         self.unacked: deque[Wqe | SentMany] = deque()
-        # How many requests `unacked` holds beside one for each of its elements; how often it was cleared.
-        self.more = self.life = 0
+        # How many requests `unacked` holds beside one for each of its elements.
+        self.more = 0
         self.resend: deque[Wqe] = deque()
         self.current: Wqe | None = None
         self.held: SendWr | None = None
@@ -133,7 +133,6 @@ class SendQueue:
         self.resend.clear()
         self.current = self.held = None
         self.flying = self.more = 0
-        self.life += 1
 
     @property
     def taken(self) -> int:
