@@ -246,6 +246,9 @@ class RingReader:
     ) -> int:
         """Hand up to `limit` messages to `receive`; how many it were. What is landed in one go counts as one.
 
+        Data of several READs that is landed in one go ends the call: it counts as the rest. Who asked for it asks for
+        more before the next of it lands, so that its peer has something to do meanwhile.
+
         `offer` and `landed` are the endpoint's (see `carrier`).
 
         `producer_waits` is called when the producer wants to know that there is room.
@@ -257,16 +260,15 @@ class RingReader:
         mask, data, landing = self._mask, self._data, self._landing
         while count < limit and (self.tail != self._head or self._look_untrusted()):
             at = self.tail & mask
-            if (
-                landing is None
-                or data[at] not in _LANDS
-                or not self._land(landing, at, offer, landed)
-            ):
+            kind, messages = data[at], 0
+            if landing is not None and kind in _LANDS:
+                messages = self._land(landing, at, offer, landed)
+            if not messages:
                 self._take_one_untrusted(at, receive)
-            count += 1
+            count = limit if kind == READ_RESPONSE and messages > 1 else count + 1
+            self.messages += messages or 1
             if self.tail - self._told >= _TELL_BYTES and self._tell():
                 producer_waits()
-        self.messages += count
         if self.tail != self._told and self._tell():
             producer_waits()
         return count
@@ -293,15 +295,15 @@ class RingReader:
         at = next_tail & self._mask
         return next_tail != self._head and self._data[at : at + _PSN_AT] == header[:_PSN_AT]
 
-    def _land(self, landing: Landing, at: int, offer: Offer, tell: TellLanded) -> bool:
+    def _land(self, landing: Landing, at: int, offer: Offer, tell: TellLanded) -> int:
+        # How many messages landed in one go.
         run = offer(_qpn_in(self._data, at + _QPN_AT)[0], self._data[at])
         if run is None:
-            return False
+            return 0
         landed = landing.take_untrusted(run, self.tail, self._head)
         self.tail, self._head = landed.tail, landed.head
-        self.messages += max(0, landed.messages - 1)  # our caller counts one
         tell(run, landed)
-        return landed.messages > 0
+        return landed.messages
 
     def _around(self, body: int, length: int) -> Sequence[memoryview]:
         if body == self._capacity:
