@@ -136,11 +136,13 @@ static bool look(struct watch *w, int slot)
     return true;
 }
 
+/* With the mutex held. The byte first: who sees the descriptor ready sees it, too. */
 static void signal_fd(struct watch *w)
 {
-    if (!*w->signalled)
+    bool before = *w->signalled;
+    __atomic_store_n(w->signalled, 1, __ATOMIC_RELEASE);
+    if (!before)
         eventfd_write(w->event_fd, 1);
-    __atomic_store_n(w->signalled, 1, __ATOMIC_RELAXED);
 }
 
 /* With the mutex held: an entry was armed. Its words may differ already; if not, the thread must not oversleep. */
