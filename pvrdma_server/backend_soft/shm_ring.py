@@ -262,7 +262,7 @@ class RingReader:
             at = self.tail & mask
             kind, messages = data[at], 0
             if landing is not None and kind in _LANDS:
-                messages = self._land(landing, at, offer, landed)
+                messages = self._land(landing, kind, at, offer, landed)
             if not messages:
                 self._take_one_untrusted(at, receive)
             count = limit if kind == READ_RESPONSE and messages > 1 else count + 1
@@ -295,9 +295,9 @@ class RingReader:
         at = next_tail & self._mask
         return next_tail != self._head and self._data[at : at + _PSN_AT] == header[:_PSN_AT]
 
-    def _land(self, landing: Landing, at: int, offer: Offer, tell: TellLanded) -> int:
+    def _land(self, landing: Landing, kind: int, at: int, offer: Offer, tell: TellLanded) -> int:
         # How many messages landed in one go.
-        run = offer(_qpn_in(self._data, at + _QPN_AT)[0], self._data[at])
+        run = offer(_qpn_in(self._data, at + _QPN_AT)[0], kind)
         if run is None:
             return 0
         landed = landing.take_untrusted(run, self.tail, self._head)
