@@ -91,12 +91,15 @@ def hub_before_cm(folder: Path) -> Iterator[HubProcess]:
     if kernel_has_cm("rxe0"):
         unload_cm()
     made = HubProcess(folder)
-    made.start()
-    load_cm()
-    assert not kernel_has_cm("rxe0")
-    assert kernel_has_cm("rxe1")
-    yield made
-    assert made.end() == 0, made.log.read_text()
+    try:
+        made.start()
+        load_cm()
+        assert not kernel_has_cm("rxe0")
+        assert kernel_has_cm("rxe1")
+        yield made
+    finally:
+        status = made.end()
+    assert status == 0, made.log.read_text()
 
 
 def cm_ids(device: str, netns: str = "peer") -> list[dict[str, Any]]:

@@ -124,8 +124,9 @@ class OldMuxConnection:
 
     def _datagram(self, message: MuxMsg) -> Datagram:
         umad, payload = message.umad, message.mad[: message.umad_len]
+        sgid = self._own(message.sgid)
         return Datagram(
-            sgid=self._own(message.sgid),
+            sgid=sgid,
             dgid=self._destination(umad.gid, payload),
             payload=payload,
             dst_qp=int.from_bytes(umad.qpn, "big"),
@@ -134,6 +135,8 @@ class OldMuxConnection:
             sl=umad.sl,
             traffic_class=umad.traffic_class,
             hop_limit=umad.hop_limit,
+            # RoCE v2, as which these GIDs are registered: a v1 datagram says nothing of a network to a new guest.
+            network_type=1 if is_v4_mapped(sgid) else 2,
         )
 
     def _destination(self, given: bytes, payload: bytes) -> bytes:

@@ -29,7 +29,7 @@ from pvrdma_server.mad_hub.connections import ConnectionTable
 from pvrdma_server.mad_hub.old_mux import OldMuxConnection
 from pvrdma_server.mad_old_mux import OldMuxDialect
 
-INDEX = {GID_A: 3, GID_B: 4}
+INDEX = {GID_A: 3, GID_B: 4, GID_C: 5}
 
 
 def ends() -> tuple[OldMuxDialect, OldMuxConnection]:
@@ -79,14 +79,24 @@ def test_registering_again_is_eexist_which_is_fine() -> None:
     assert client.receive_data(response) == [Ok(GID_A)]
 
 
-def test_a_mad_from_client_to_hub() -> None:
+@pytest.mark.parametrize(("own", "network_type"), [(GID_A, 1), (GID_C, 2)], ids=["v4", "v6"])
+def test_a_mad_from_client_to_hub(own: bytes, network_type: int) -> None:
     client, hub = ends()
-    registered(client, hub, GID_A)
-    datagram = Datagram(GID_A, GID_B, req(7, GID_A, GID_B), flow_label=5, traffic_class=9, sl=1)
+    registered(client, hub, own)
+    datagram = Datagram(
+        own,
+        GID_B,
+        req(7, own, GID_B),
+        flow_label=5,
+        traffic_class=9,
+        sl=1,
+        network_type=network_type,
+    )
     raw = client.encode(Send(datagram))
     message = MUX_MSG.unpack(raw)
     assert (message.msg_type, message.op_code) == (MuxMsgType.REQ, MuxOpCode.MAD)
-    assert (message.umad.gid_index, message.umad.gid, message.umad.grh_present) == (3, GID_B, 1)
+    umad = message.umad
+    assert (umad.gid_index, umad.gid, umad.grh_present) == (INDEX[own], GID_B, 1)
     assert message.umad.qpn == b"\0\0\0\1"
     assert hub.receive_data(raw) == [Send(datagram)]
     assert client.receive_data(hub.respond()) == []
