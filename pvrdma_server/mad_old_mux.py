@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from pvrdma_server.abi.ib_user_mad import USER_MAD_HDR_SIZE, UserMadHdr
-from pvrdma_server.abi.mad import is_v4_mapped
+from pvrdma_server.abi.mad import network_hdr_type
 from pvrdma_server.abi.rdmacm_mux import (
     MUX_MAD_SIZE,
     MUX_MSG,
@@ -171,9 +171,7 @@ class OldMuxDialect:
         if not found:
             return None  # for a GID that we have given up meanwhile
         dgid, umad = found[0], message.umad
-        network_type = 0
-        if self._gids[dgid] == _ROCE_V2:
-            network_type = 1 if is_v4_mapped(dgid) else 2
+        roce_v2 = self._gids[dgid] == _ROCE_V2
         return Receive(
             Datagram(
                 sgid=umad.gid,
@@ -185,7 +183,7 @@ class OldMuxDialect:
                 sl=umad.sl,
                 traffic_class=umad.traffic_class,
                 hop_limit=umad.hop_limit,
-                network_type=network_type,
+                network_type=int(network_hdr_type(umad.gid, dgid, roce_v2=roce_v2)),
             )
         )
 

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Final
 
 from pvrdma_server.abi.ib_user_mad import USER_MAD_HDR_SIZE, UserMadHdr
-from pvrdma_server.abi.mad import is_v4_mapped
+from pvrdma_server.abi.mad import is_v4_mapped, network_hdr_type
 from pvrdma_server.abi.rdmacm_mux import (
     MUX_MAD_SIZE,
     MUX_MSG,
@@ -124,10 +124,10 @@ class OldMuxConnection:
 
     def _datagram(self, message: MuxMsg) -> Datagram:
         umad, payload = message.umad, message.mad[: message.umad_len]
-        sgid = self._own(message.sgid)
+        sgid, dgid = self._own(message.sgid), self._destination(umad.gid, payload)
         return Datagram(
             sgid=sgid,
-            dgid=self._destination(umad.gid, payload),
+            dgid=dgid,
             payload=payload,
             dst_qp=int.from_bytes(umad.qpn, "big"),
             flow_label=int.from_bytes(umad.flow_label, "big") & 0xFFFFF,
@@ -135,8 +135,8 @@ class OldMuxConnection:
             sl=umad.sl,
             traffic_class=umad.traffic_class,
             hop_limit=umad.hop_limit,
-            # RoCE v2, as which these GIDs are registered: a v1 datagram says nothing of a network to a new guest.
-            network_type=1 if is_v4_mapped(sgid) else 2,
+            # RoCE v2, as which these GIDs are registered: a new guest drops what came as v1.
+            network_type=int(network_hdr_type(sgid, dgid, roce_v2=True)),
         )
 
     def _destination(self, given: bytes, payload: bytes) -> bytes:

@@ -27,7 +27,13 @@ from pvrdma_server.abi.ib_user_mad import (
     UserMadHdr,
     UserMadRegReq,
 )
-from pvrdma_server.abi.mad import CM_CLASS_VERSION, MAD_SIZE, MgmtClass, MgmtMethod, is_v4_mapped
+from pvrdma_server.abi.mad import (
+    CM_CLASS_VERSION,
+    MAD_SIZE,
+    MgmtClass,
+    MgmtMethod,
+    network_hdr_type,
+)
 from pvrdma_server.errors import PvrdmaError
 from pvrdma_server.host_gids import ROCE_V2, GidTable
 from pvrdma_server.mad_frames import Datagram
@@ -268,9 +274,7 @@ class UmadReceiver(_Agent):
     def _datagram(self, header: UserMadHdr, mad: bytes) -> Datagram:
         ours = self._gids.entry(header.gid_index) if header.grh_present else None
         dgid, gid_type = ours or (NO_GID, ROCE_V2)
-        network_type = 0
-        if gid_type == ROCE_V2:
-            network_type = 1 if is_v4_mapped(header.gid) else 2
+        network_type = network_hdr_type(header.gid, dgid, roce_v2=gid_type == ROCE_V2)
         return Datagram(
             sgid=header.gid if header.grh_present else NO_GID,
             dgid=dgid,
@@ -281,7 +285,7 @@ class UmadReceiver(_Agent):
             sl=header.sl,
             traffic_class=header.traffic_class,
             hop_limit=header.hop_limit,
-            network_type=network_type,
+            network_type=int(network_type),
         )
 
 

@@ -97,7 +97,7 @@ def test_a_mad_from_client_to_hub(own: bytes, network_type: int) -> None:
     assert (message.msg_type, message.op_code) == (MuxMsgType.REQ, MuxOpCode.MAD)
     umad = message.umad
     assert (umad.gid_index, umad.gid, umad.grh_present) == (INDEX[own], GID_B, 1)
-    assert message.umad.qpn == b"\0\0\0\1"
+    assert umad.qpn == b"\0\0\0\1"
     assert hub.receive_data(raw) == [Send(datagram)]
     assert client.receive_data(hub.respond()) == []
 
