@@ -5,7 +5,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 FILES = Path("/nested")
 RDMA_ADDRESS = "10.9.0.111"
@@ -23,45 +23,54 @@ class Done(NamedTuple):
 
 
 class NestedGuest:
-    """One guest; `vfio_socket` is its server's."""
+    """One guest, which is to be `booted` before its first command; `device_socket` is its server's."""
 
-    def __init__(self, folder: Path, vfio_socket: str) -> None:
+    address, mac, port = RDMA_ADDRESS, "52:54:00:77:01:01", FORWARDED_PORT
+
+    def __init__(self, folder: Path, device_socket: str) -> None:
         self.folder = folder
         self._agent = folder / "agent.sock"
         with (folder / "qemu.log").open("wb") as log:
             self._process = subprocess.Popen(
-                self._command(vfio_socket), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                self._command(device_socket), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         try:
             self._socket = self._connect()
         except BaseException:
             self._end()
             raise
-        try:
-            self._wait_for("@@ready", BOOT_S)
-        except BaseException:
-            self.close()
-            raise
 
-    def _command(self, vfio_socket: str) -> list[str]:
-        words = f"console=ttyS0 quiet panic=-1 lab.ip={RDMA_ADDRESS}/24 lab.peer=10.9.0.2"
+    def booted(self) -> Self:
+        """This guest, once it takes commands."""
+        self._wait_for("@@ready", BOOT_S)
+        return self
+
+    def _program(self) -> list[str]:
+        """QEMU and the backend of the guest's memory, which is named ram."""
+        return ["qemu-system-x86_64", "-object", "memory-backend-memfd,id=ram,size=128M,share=on"]
+
+    def _device(self, socket_path: str) -> list[str]:
+        """The device beside the network card at 5.0."""
         device = {
             "driver": "vfio-user-pci", "bus": "pcie.0", "addr": "5.1",
-            "socket": {"type": "unix", "path": vfio_socket},
+            "socket": {"type": "unix", "path": socket_path},
         }  # fmt: skip
-        forward = f"hostfwd=tcp:{GUEST_TCP}:{FORWARDED_PORT}-10.0.2.15:{FORWARDED_PORT}"
+        return ["-device", json.dumps(device)]
+
+    def _command(self, device_socket: str) -> list[str]:
+        words = f"console=ttyS0 quiet panic=-1 lab.ip={self.address}/24 lab.peer=10.9.0.2"
+        forward = f"hostfwd=tcp:{GUEST_TCP}:{self.port}-10.0.2.15:{self.port}"
         return [
-            "qemu-system-x86_64", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
-            "-accel", "tcg", "-cpu", "qemu64", "-smp", "1", "-m", "128",
-            "-object", "memory-backend-memfd,id=ram,size=128M,share=on", "-machine", "q35,memory-backend=ram",
+            *self._program(), "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+            "-accel", "tcg", "-cpu", "qemu64", "-smp", "1", "-m", "128", "-machine", "q35,memory-backend=ram",
             "-kernel", str(FILES / "bzImage"), "-initrd", str(FILES / "initrd.gz"), "-append", words,
             "-chardev", f"file,id=console,path={self.folder / 'console.log'}", "-serial", "chardev:console",
             "-device", "virtio-serial-pci",
             "-chardev", f"socket,id=agent,path={self._agent},server=on,wait=off",
             "-device", "virtconsole,chardev=agent",
             "-netdev", "hubport,id=data,hubid=0",
-            "-device", "vmxnet3,netdev=data,mac=52:54:00:77:01:01,bus=pcie.0,addr=5.0,multifunction=on,romfile=",
-            "-device", json.dumps(device),
+            "-device", f"vmxnet3,netdev=data,mac={self.mac},bus=pcie.0,addr=5.0,multifunction=on,romfile=",
+            *self._device(device_socket),
             "-netdev", f"user,id=tcp,{forward}", "-device", "vmxnet3,netdev=tcp,bus=pcie.0,addr=6.0,romfile=",
         ]  # fmt: skip
 

@@ -30,5 +30,7 @@ def server(hub: HubProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def guest(server: HostServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NestedGuest]:
     """A Linux guest on it."""
     made = NestedGuest(tmp_path_factory.mktemp("g"), server.socket)
-    yield made
-    made.close()
+    try:
+        yield made.booted()
+    finally:
+        made.close()
