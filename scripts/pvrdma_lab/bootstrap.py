@@ -10,6 +10,7 @@ from pvrdma_lab.debian import HostPackages
 from pvrdma_lab.guest_image import GuestInitrd, GuestKernel, GuestRoot, find_guest
 from pvrdma_lab.host_image import HostExtension, HostInitrd, HostTree, TinyKernel
 from pvrdma_lab.nested_image import NestedInitrd
+from pvrdma_lab.old_qemu import OldQemu
 from pvrdma_lab.python_env import Library, Virtualenv, find_library, find_venv
 from pvrdma_lab.qemu_tree import QemuTree, find_qemu
 from pvrdma_lab.service_image import ServiceTree
@@ -17,8 +18,10 @@ from pvrdma_lab.steps import Step, StepError, run_step
 
 STEPS: tuple[Step, ...] = (
     HostPackages(), Library(), Virtualenv(), QemuTree(), GuestKernel(), GuestRoot(), GuestInitrd(),
-    HostTree(), HostInitrd(), HostExtension(), TinyKernel(), NestedInitrd(), ServiceTree(),
+    HostTree(), HostInitrd(), HostExtension(), TinyKernel(), NestedInitrd(), ServiceTree(), OldQemu(),
 )  # fmt: skip
+# Steps that are run only when they are named.
+_ON_DEMAND = ("old-qemu",)
 # What a step needs of others, beside the machine itself.
 _NEEDS = {
     "venv": ("host", "libvfio-user"),
@@ -48,9 +51,9 @@ def environment() -> dict[str, object]:
 
 
 def chosen_steps(only: list[str]) -> list[Step]:
-    """Returns the steps to run: all, or the named ones and what they need, in order."""
+    """Returns the steps to run: all but those on demand, or the named ones and what they need, in order."""
     if not only:
-        return list(STEPS)
+        return [step for step in STEPS if step.name not in _ON_DEMAND]
     wanted = {"host", *only}
     for name in only:
         wanted.update(_NEEDS.get(name, ()))

@@ -12,6 +12,7 @@ from pvrdma_lab import paths
 from pvrdma_lab.agent_vm import AgentVm, BootFiles
 from pvrdma_lab.host_image import find_extension, find_host
 from pvrdma_lab.nested_image import find_nested
+from pvrdma_lab.old_qemu import INSIDE, find_old_qemu
 from pvrdma_lab.state import LabError
 
 MEMORY_MIB = 2048
@@ -70,6 +71,26 @@ class HostVm(AgentVm):
                     timeout_s=120,
                 )
             self.check(f"touch /nested/{nested.key}")
+
+    def add_old_qemu(self) -> None:
+        """Copies QEMU 7.2 in, unless it is there.
+
+        Raises:
+            LabError: it is not built.
+        """
+        folder = find_old_qemu()
+        if folder is None:
+            raise LabError("QEMU 7.2 is not built: run scripts/bootstrap --only old-qemu")
+        if self.run(f"test -e {INSIDE}/{folder.name}").ok:
+            return
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w") as tar:
+            tar.add(folder, ".")
+        self.check(
+            f"mkdir -p {INSIDE} && tar xf - -C {INSIDE} && touch {INSIDE}/{folder.name}",
+            stdin=archive.getvalue(),
+            timeout_s=120,
+        )
 
     def project(self, command: str) -> str:
         """Returns the words that run a command in the clone's folder."""
