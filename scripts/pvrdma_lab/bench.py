@@ -31,7 +31,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="bench",
         description="Servers without guests: RDMA between the memories of devices over the shared-memory fabric, "
-        "against cold memcpy in the same run. `bench guests --help` is about guests.",
+        "against cold memcpy in the same run. `bench guests --help` is about guests, `bench old --help` about "
+        "QEMU's old device.",
     )
     made.add_argument(
         "what",

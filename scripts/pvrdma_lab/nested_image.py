@@ -12,8 +12,8 @@ from pvrdma_lab.steps import StepError, StepLog, built_beside, remove_tree
 
 _PROGRAMS = (
     "ibv_devinfo", "ibv_rc_pingpong", "ibv_ud_pingpong", "ibv_srq_pingpong", "ib_write_bw",
-    "ib_write_lat", "ib_read_bw", "ib_send_bw", "ib_atomic_lat", "ib_atomic_bw", "rdma", "rping",
-    "ucmatose", "udaddy",
+    "ib_write_lat", "ib_read_bw", "ib_send_bw", "ib_send_lat", "ib_atomic_lat", "ib_atomic_bw",
+    "rdma", "rping", "ucmatose", "udaddy",
 )  # fmt: skip
 _APPLETS = (
     "arp", "awk", "cat", "cut", "dmesg", "echo", "grep", "head", "ifconfig", "ip", "kill",
