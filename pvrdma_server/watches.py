@@ -11,8 +11,8 @@ anything.
 
 A program may take its event, arm, and sleep without having polled that CQ. Mellanox's HCAs get the consumer's index
 with an arm, and notify at once if it is behind; UCX relies on that. Here nobody sees such an arm, or sees no index with
-it: so a process that leaves all completions where they are is told again, later and later, which costs little and ends
-every sleep.
+it: so a process that leaves completions where they are is told again, later and later, which costs little and ends
+every sleep. So is one that took some and left some: it may take one with each event, and have had fewer events.
 
 Contract: no clock here; the adapter calls `moderate` a while after `pending` became true, and `repeat` when that says.
 """
@@ -106,9 +106,9 @@ class RingWatches:
         return len(self._by_token)
 
 
-# How long all completions of a CQ lie there, after a process was told of them or armed the CQ, until it is told again;
-# then twice as long, and so on. Far longer than a program takes from its event to its poll: some take a completion with
-# each event for granted.
+# How long completions of a CQ lie there and none is taken, after a process was told of them or armed the CQ, until it
+# is told again; then twice as long, and so on. Far longer than a program takes from its event to its poll, if the
+# machine is not overloaded: some take a completion with each event for granted.
 REPEAT_NS: Final = 100_000_000
 
 
@@ -170,8 +170,7 @@ class Repeats:
         new, self._new = self._new, []
         while self._times and self._times[0][0] <= now_ns:
             repeat = heapq.heappop(self._times)[2]
-            if self._by_cq.get(repeat.cq) is repeat and self._notified(repeat):
-                repeat.wait_ns *= 2
+            if self._by_cq.get(repeat.cq) is repeat and self._waits(repeat):
                 new.append(repeat)
         for repeat in new:
             # In steps, so that many events in a row do not wake us once for each.
@@ -179,21 +178,27 @@ class Repeats:
             heapq.heappush(self._times, (due_ns, next(self._count), repeat))
         return self._times[0][0] if self._times else None
 
-    def _notified(self, repeat: _Repeat) -> bool:
-        """Notify, unless somebody has consumed; whether to try again later."""
+    def _waits(self, repeat: _Repeat) -> bool:
+        """Notify, unless somebody has consumed lately; whether to look again later."""
         cq = repeat.cq
+        repeat.wait_ns *= 2
         try:
-            waits = cq.ring.used_untrusted() > 0 and repeat.head in (None, cq.ring.seen_head)
+            waits = cq.ring.used_untrusted() > 0
         except BadGuestAddress:
             return True  # unmapped at the moment: look again later
         except GuestError:
             waits = False
-        if waits and (cq.moderated or cq.armed):
-            cq.armed = Armed.NO
-            self._notify(cq)
+        if not waits or not (cq.moderated or cq.armed):
+            del self._by_cq[cq]
+            return False
+        head = cq.ring.seen_head
+        if repeat.head not in (None, head):
+            # Some were taken and some left, maybe by a program that takes one with each event.
+            repeat.head, repeat.wait_ns = head, REPEAT_NS
             return True
-        del self._by_cq[cq]
-        return False
+        cq.armed, cq.notified_head = Armed.NO, head
+        self._notify(cq)
+        return True
 
 
 class Moderator:

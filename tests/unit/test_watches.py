@@ -226,6 +226,46 @@ def test_a_program_that_leaves_all_is_told_again_later_and_later(bed: Watched, q
     assert qp.send_cq.notified() == 0
 
 
+def test_a_program_that_takes_one_with_each_event_is_told_of_the_next(bed: Watched, qp: Qp) -> None:
+    """As perftest does; two came before it took its first event."""
+    complete(bed, qp)
+    bed.device.moderate()
+    complete(bed, qp)
+    bed.device.moderate()
+    now_ns = 0
+    for left in (1, 0):
+        assert qp.send_cq.notified() == 1
+        assert len(qp.send_cq.poll(1)) == 1
+        start_ns = now_ns
+        for _ in range(2 * left):
+            due_ns = bed.device.repeat(now_ns)
+            assert due_ns is not None
+            assert due_ns - now_ns >= REPEAT_NS
+            assert qp.send_cq.notified() == 0
+            now_ns = due_ns
+            bed.device.repeat(now_ns)
+        assert now_ns - start_ns <= 4 * REPEAT_NS
+    while (due_ns := bed.device.repeat(now_ns)) is not None:
+        now_ns = due_ns
+    assert qp.send_cq.notified() == 0
+
+
+def test_told_again_and_something_new_is_one_notification(bed: Watched, qp: Qp) -> None:
+    for _ in range(2):
+        complete(bed, qp)
+        bed.device.moderate()
+    assert qp.send_cq.notified() == 1
+    assert len(qp.send_cq.poll(1)) == 1
+    now_ns: int | None = 0
+    while not (told := qp.send_cq.notified()):
+        assert now_ns is not None
+        now_ns = bed.device.repeat(now_ns)
+    assert told == 1
+    complete(bed, qp)
+    bed.device.moderate()
+    assert qp.send_cq.notified() == 0
+
+
 @pytest.mark.parametrize("arm", [UAR_CQ_ARM, UAR_CQ_ARM_SOL])
 def test_a_process_that_arms_what_is_not_empty_is_told_later(arm: int) -> None:
     """With trapped doorbells. A kernel looks again after it has armed, and is not."""
