@@ -37,6 +37,9 @@ void watch_rearm(struct watch *, int token);
 void watch_remove(struct watch *, int token);
 int watch_fired(struct watch *, int *tokens, int room);
 void watch_set_deadline(struct watch *, int64_t when_ns);
+int watch_look(void *, int but);
+void watch_attend(struct watch *);
+void watch_leave(struct watch *);
 void watch_close(struct watch *);
 """
 
@@ -63,6 +66,10 @@ _SOURCE = r"""
 /* After a long quiet time a sleep may last one part in so many of it. */
 #define QUIET_PER_SLEEP 64
 #define GENERATIONS 0x7fff
+/* Who attends looks at so many rings by itself; at more only the thread does, as ever. */
+#define ATTENDED_MOST 64
+/* How long the thread sleeps meanwhile, in case that somebody attends and does not look. */
+#define ATTENDED_NS 200000
 
 enum phase { FREE, ARMED, FIRED, DISARMED };
 
@@ -87,7 +94,8 @@ struct watch {
     int used;       /* all slots from here on are free */
     int first_free; /* all slots below are not */
     int fired;      /* list by next_fired, -1 at its end */
-    bool stop;
+    bool stop, attended;
+    uint32_t seen;  /* `changes` as of the thread's last pass */
     uint8_t *signalled; /* our caller's byte; others read it without the mutex */
     int64_t deadline_ns, wake_ns; /* INT64_MAX: never */
 };
@@ -145,13 +153,23 @@ static void signal_fd(struct watch *w)
         eventfd_write(w->event_fd, 1);
 }
 
-/* With the mutex held: an entry was armed. Its words may differ already; if not, the thread must not oversleep. */
+/* With the mutex held: something was armed, and the thread must not oversleep. */
+static void hurry(struct watch *w)
+{
+    if (w->wake_ns == INT64_MAX || w->wake_ns - now_ns() > w->min_sleep_ns)
+        pthread_cond_signal(&w->cond);
+}
+
+/* With the mutex held: somebody looks at the rings without our help. */
+static bool attended(struct watch *w) { return w->attended && w->used <= ATTENDED_MOST; }
+
+/* With the mutex held: an entry was armed. Its words may differ already. */
 static void armed(struct watch *w, int slot)
 {
     if (look(w, slot))
         signal_fd(w);
-    else if (w->wake_ns == INT64_MAX || w->wake_ns - now_ns() > w->min_sleep_ns)
-        pthread_cond_signal(&w->cond);
+    else if (!attended(w) || w->wake_ns == INT64_MAX || w->wake_ns - now_ns() > ATTENDED_NS)
+        hurry(w);
 }
 
 /* Looks at every armed entry. Returns how many stay armed. */
@@ -193,7 +211,6 @@ static void sleep_until(struct watch *w, int64_t when_ns, uint32_t seen)
 static void *run(void *arg)
 {
     struct watch *w = arg;
-    uint32_t seen = 0;
     int64_t sleep_ns = w->min_sleep_ns, active_ns = 0;
     bool fired;
     prctl(PR_SET_NAME, "ring-watcher");
@@ -206,20 +223,22 @@ static void *run(void *arg)
         int64_t end_ns = now_ns(), rest_ns = REST_PER_PASS * (end_ns - start_ns);
         if (fired)
             signal_fd(w);
-        if (fired || changes != seen) {
+        if (fired || changes != w->seen) {
             sleep_ns = w->min_sleep_ns;
             active_ns = end_ns;
         }
-        seen = changes;
-        if (!left) {
-            sleep_until(w, INT64_MAX, seen);
+        w->seen = changes;
+        if (attended(w)) {
+            sleep_until(w, end_ns + ATTENDED_NS, w->seen);
+        } else if (!left) {
+            sleep_until(w, INT64_MAX, w->seen);
         } else if (end_ns - active_ns < w->spin_ns) {
             let_others(w);
         } else {
             int64_t quiet_ns = (end_ns - active_ns) / QUIET_PER_SLEEP;
             quiet_ns = quiet_ns < w->quiet_sleep_ns ? quiet_ns : w->quiet_sleep_ns;
             rest_ns = quiet_ns > rest_ns ? quiet_ns : rest_ns;
-            sleep_until(w, end_ns + (sleep_ns > rest_ns ? sleep_ns : rest_ns), seen);
+            sleep_until(w, end_ns + (sleep_ns > rest_ns ? sleep_ns : rest_ns), w->seen);
             sleep_ns = 2 * sleep_ns < w->max_sleep_ns ? 2 * sleep_ns : w->max_sleep_ns;
         }
     }
@@ -382,6 +401,41 @@ void watch_set_deadline(struct watch *w, int64_t when_ns)
     if (when_ns != w->deadline_ns)
         timerfd_settime(w->timer_fd, TFD_TIMER_ABSTIME, &when, NULL);
     w->deadline_ns = when_ns;
+    leave(w);
+}
+
+/* Whether a ring has fired; for who attends, at any time. The ring of the token `but` is not looked at. */
+int watch_look(void *watch, int but)
+{
+    struct watch *w = watch;
+    bool fired = false;
+    if (__atomic_load_n(w->signalled, __ATOMIC_ACQUIRE))
+        return 1;
+    if (pthread_mutex_trylock(&w->mutex))
+        return 0;
+    if (w->used <= ATTENDED_MOST)
+        for (int slot = 0; slot < w->used; slot++)
+            if ((but < 0 || slot != (but & 0xffff)) && look(w, slot))
+                fired = true;
+    if (fired)
+        signal_fd(w);
+    leave(w);
+    return fired;
+}
+
+void watch_attend(struct watch *w)
+{
+    enter(w);
+    w->attended = true;
+    leave(w);
+}
+
+void watch_leave(struct watch *w)
+{
+    enter(w);
+    if (w->attended && w->changes != w->seen)
+        hurry(w);
+    w->attended = false;
     leave(w);
 }
 

@@ -69,10 +69,20 @@ class RingWatcher(Protocol):
     Attributes:
         fd: readable when a ring fired or the deadline has come.
         signalled: one byte, not 0 while a ring has fired that `fired` has not told; for who cannot look at `fd`.
+        look_in_c: addresses of a function in C and of its first argument, for who attends without Python: `int
+            look(void *, int token)` looks at every ring but that of the token (-1: at every one) and returns whether
+            one has fired. None where there is none. No call may follow `close`.
     """
 
     fd: int
     signalled: memoryview
+    look_in_c: tuple[int, int] | None
+
+    def attend(self) -> None:
+        """From now on the caller looks at `signalled`, or by `look_in_c`, all the time: nobody else need hurry."""
+
+    def leave(self) -> None:
+        """The caller goes to sleep."""
 
     def add(self, state: memoryview) -> int:
         """Watch the 8 bytes `state` (contiguous, aligned to 4). Armed at once. Returns a token.
@@ -143,6 +153,12 @@ class CWatcher:
         if not self._watch:
             raise OSError(_extension.ffi.errno, os.strerror(_extension.ffi.errno))
         self.fd: int = self._lib.watch_fd(self._watch)
+        ffi = _extension.ffi
+        look = ffi.addressof(self._lib, "watch_look")
+        self.look_in_c: tuple[int, int] | None = (
+            int(ffi.cast("uintptr_t", look)),
+            int(ffi.cast("uintptr_t", self._watch)),
+        )
         self._tokens = _extension.ffi.new("int[]", _BATCH)
         self._held: dict[int, _Held] = {}
         # Also when a watcher is dropped or the interpreter ends: the thread must be gone before the memory is.
@@ -188,6 +204,16 @@ class CWatcher:
         """See `RingWatcher`."""
         if self._stop.alive:
             self._lib.watch_set_deadline(self._watch, _NEVER if when_ns is None else when_ns)
+
+    def attend(self) -> None:
+        """See `RingWatcher`."""
+        if self._stop.alive:
+            self._lib.watch_attend(self._watch)
+
+    def leave(self) -> None:
+        """See `RingWatcher`."""
+        if self._stop.alive:
+            self._lib.watch_leave(self._watch)
 
     def close(self) -> None:
         """See `RingWatcher`."""
@@ -278,6 +304,7 @@ class PythonWatcher:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._shared = _Shared(policy, self.fd)
         self.signalled = memoryview(self._shared.signalled).toreadonly()
+        self.look_in_c: tuple[int, int] | None = None
         self._next_token = count()
         thread = threading.Thread(target=self._shared.run, name="ring-watcher", daemon=True)
         thread.start()
@@ -329,6 +356,12 @@ class PythonWatcher:
         with self._shared.change:
             self._shared.deadline_ns = _NEVER if when_ns is None else when_ns
             self._shared.change.notify()
+
+    def attend(self) -> None:
+        """See `RingWatcher`. The thread goes on as ever: it needs the GIL for its looks, as its caller does."""
+
+    def leave(self) -> None:
+        """See `RingWatcher`."""
 
     def close(self) -> None:
         """See `RingWatcher`."""

@@ -1,5 +1,6 @@
 """Watching index words: the same tests over the watcher in C and its twin in Python."""
 
+import ctypes
 import mmap
 import os
 import select
@@ -365,6 +366,76 @@ def test_rings_fire_beside_a_deadline(watcher: RingWatcher, rings: Rings) -> Non
     watcher.close()
 
 
+# --- who looks by itself ----------------------------------------------------------------------------------------------
+
+
+def looks(watcher: RingWatcher, but: int = -1) -> bool:
+    """As the fabric's C does."""
+    assert watcher.look_in_c is not None
+    look, watch = watcher.look_in_c
+    return bool(ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)(look)(watch, but))
+
+
+@needs_c
+def test_who_attends_finds_by_itself_what_fires(rings: Rings) -> None:
+    watcher = sleepy()
+    token, other = (watcher.add(rings.state(ring)) for ring in (0, 1))
+    watcher.attend()
+    assert not looks(watcher)
+    rings.post(0)
+    assert not looks(watcher, but=token)
+    assert looks(watcher, but=other)
+    assert watcher.signalled[0] == 1
+    assert looks(watcher, but=token)  # until it is taken
+    assert next_fired(watcher) == [token]
+    assert not looks(watcher)
+    rings.drain(0)
+    watcher.rearm(token)
+    rings.post(0)
+    assert looks(watcher)
+    watcher.leave()
+    watcher.close()
+
+
+def test_who_attends_and_does_not_look_is_told_as_well(watcher: RingWatcher, rings: Rings) -> None:
+    token = watcher.add(rings.state())
+    watcher.attend()
+    for _ in range(20):
+        rings.post()
+        assert next_fired(watcher) == [token]
+        rings.drain()
+        watcher.rearm(token)
+    watcher.leave()
+    watcher.close()
+
+
+def test_what_came_before_one_left_is_seen(watcher: RingWatcher, rings: Rings) -> None:
+    token = watcher.add(rings.state())
+    rings.post()
+    for _ in range(100):
+        watcher.attend()
+        assert next_fired(watcher) == [token]
+        rings.drain()
+        watcher.rearm(token)
+        rings.post()
+        watcher.leave()
+    watcher.close()
+
+
+@needs_c
+def test_more_rings_than_one_looks_at_are_left_to_the_thread() -> None:
+    rings, watcher = Rings(65), c_watcher()
+    tokens = [watcher.add(rings.state(ring)) for ring in range(65)]
+    watcher.attend()
+    rings.post(64)
+    assert next_fired(watcher) == [tokens[64]]
+    rings.drain(64)
+    watcher.rearm(tokens[64])
+    watcher.leave()
+    watcher.close()
+    rings.unmap()
+
+
 # --- races ------------------------------------------------------------------------------------------------------------
 
 
@@ -412,7 +483,8 @@ def test_no_post_is_lost(watcher: RingWatcher, rings: Rings) -> None:
     watcher.close()
 
 
-def test_no_post_of_a_stream_is_lost(watcher: RingWatcher, rings: Rings) -> None:
+@pytest.mark.parametrize("attends", [False, True], ids=["", "attended"])
+def test_no_post_of_a_stream_is_lost(watcher: RingWatcher, rings: Rings, attends: bool) -> None:
     """A guest that does not wait: whatever is posted last must be seen."""
     posts = 20_000
     token = watcher.add(rings.state())
@@ -424,8 +496,16 @@ def test_no_post_of_a_stream_is_lost(watcher: RingWatcher, rings: Rings) -> None
     writer = Background(guest)
     while rings.words[HEAD] < posts:
         assert next_fired(watcher) == [token]
+        if attends:
+            watcher.attend()
         rings.drain()
         watcher.rearm(token)
+        while watcher.signalled[0]:
+            assert watcher.fired() == [token]
+            rings.drain()
+            watcher.rearm(token)
+        if attends:
+            watcher.leave()
     writer.join()
     watcher.close()
 
