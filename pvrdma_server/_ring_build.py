@@ -11,7 +11,10 @@ from pathlib import Path
 
 from cffi import FFI
 
+_LANE = Path(__file__).with_name("_ring_lane.h").read_text()
+
 _STRUCTS = """
+typedef int (*ring_look)(void *, int);
 struct ring_piece { uint64_t address, length; uint8_t *memory; };
 struct ring_patience { int64_t each_ns, all_ns; };
 struct ring_sent { uint64_t wr_id, remote_addr, addr; uint32_t length, rkey, flags, messages; };
@@ -39,7 +42,7 @@ struct ring_posting {
     struct ring_piece piece;
     struct ring_room to;
     uint32_t dst_qpn, src_qpn, psn, chunk;
-    uint32_t entries_taken, messages; uint64_t bytes;
+    uint32_t entries_taken, messages, unusual; uint64_t bytes;
     struct ring_sent sent[256];
 };
 
@@ -59,6 +62,24 @@ struct ring_answers {
     struct ring_asked asked[64];
     uint32_t completed, messages; uint64_t bytes;
 };
+
+struct ring_lane {
+    /* Both rings, with the calls of fast_path. `lands`, `sends`: which of them are wanted. */
+    struct ring_landing in;
+    struct ring_posting out;
+    uint32_t lands, sends;
+    /* The completion queue: words, `cq_slots` slots in a row from that of `cq_tail` on, what is always the same. */
+    uint32_t *cq_words; uint8_t *cq_entries; uint32_t cq_tail, cq_mask, cq_capacity, cq_slots; uint8_t cqe[64];
+    /* Requests sent and not completed, `done` to `count`, from PSN `first` on; the last PSN acknowledged. */
+    struct ring_sent records[512]; uint32_t done, count, first, acked, room, signal_all, report;
+    uint64_t flying, window;
+    /* Whom to wake, when to stop. */
+    int bell_fd; const uint8_t *stop; ring_look look; void *watch; int token;
+    int64_t idle_ns, all_ns;
+    /* What came of it. */
+    uint32_t landed, answer, answered, ack_psn, acks, taken, posted, completions, unusual, rung;
+    uint64_t landed_bytes, posted_bytes; int64_t looked_ns;
+};
 """
 
 _CDEF = (
@@ -66,13 +87,14 @@ _CDEF = (
     + """
 void ring_fence(void);
 int ring_linger(const uint64_t *head, uint64_t head_seen, const uint64_t *room, uint64_t room_seen,
-                const uint8_t *stop, int64_t limit_ns);
+                const uint8_t *stop, ring_look look, void *watch, int64_t limit_ns);
 void ring_land_writes(struct ring_landing *);
 void ring_land_responses(struct ring_landing *);
 void ring_take_reads(struct ring_landing *);
 void ring_post_requests(struct ring_posting *);
 void ring_post_chunks(struct ring_chunks *);
 void ring_post_answers(struct ring_answers *);
+int ring_drive(struct ring_lane *);
 """
 )
 
@@ -81,6 +103,7 @@ _SOURCE = (
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <time.h>
 """
     + _STRUCTS
@@ -103,9 +126,10 @@ static void relax(void)
 #endif
 }
 
-/* Looks until a word changes (1), `stop` is set (2) or the time is over (0). `room` and `stop` may be NULL. */
+/* Looks until a word changes (1), `stop` is set or `look` finds something (2) or the time is over (0). `room`, `stop`
+   and `look` may be NULL. */
 int ring_linger(const uint64_t *head, uint64_t head_seen, const uint64_t *room, uint64_t room_seen,
-                const uint8_t *stop, int64_t limit_ns)
+                const uint8_t *stop, ring_look look, void *watch, int64_t limit_ns)
 {
     int64_t end_ns = now_ns() + limit_ns;
     do {
@@ -118,6 +142,8 @@ int ring_linger(const uint64_t *head, uint64_t head_seen, const uint64_t *room, 
                 return 2;
             relax();
         }
+        if (look && look(watch, -1))
+            return 2;
     } while (now_ns() < end_ns);
     return 0;
 }
@@ -145,7 +171,7 @@ struct entry {
 };
 _Static_assert(sizeof(struct entry) == 96, "entry");
 
-enum { WRITE = 2, READ_REQUEST = 3, READ_RESPONSE = 4, VERSION = 1 };
+enum { WRITE = 2, READ_REQUEST = 3, READ_RESPONSE = 4, ACK = 7, VERSION = 1 };
 enum { FIRST = 1, LAST = 2, SOLICITED = 4, ACK_REQUEST = 32 };
 enum { OPCODE_RDMA_READ = 4, SIGNALED = 2 };
 enum { TAIL = 8, ALIGN = 63, PSN_MASK = 0xffffff, MAX_MESSAGE = 1 << 30, MAX_ASKED = 64 };
@@ -397,7 +423,8 @@ void ring_post_requests(struct ring_posting *p)
     uint32_t most = p->limit < p->slots ? p->limit : p->slots;
     bool reads = p->opcode == OPCODE_RDMA_READ;
     p->entries_taken = p->messages = 0, p->bytes = 0;
-    if (tail & ~p->index_mask || used > (p->index_mask >> 1) + 1)
+    p->unusual = tail & ~p->index_mask || used > (p->index_mask >> 1) + 1;
+    if (p->unusual)
         return;
     most = most < used ? most : used;
     for (; p->entries_taken < most && p->bytes < p->limit_bytes; p->entries_taken++) {
@@ -405,8 +432,10 @@ void ring_post_requests(struct ring_posting *p)
         memcpy(&e, p->entries + (uint64_t)p->entries_taken * p->entry_size, sizeof e);
         __asm__ volatile("" ::: "memory");
         if (e.opcode != p->opcode || e.num_sge != 1 || e.send_flags & ~SIGNALED || e.lkey != p->lkey
-            || !e.length || e.length > p->max_length || !within(&p->piece, e.addr, e.length))
+            || !e.length || e.length > p->max_length || !within(&p->piece, e.addr, e.length)) {
+            p->unusual = 1;
             break;
+        }
         uint32_t sends = reads ? 0 : e.length, messages = sends ? (sends - 1) / p->chunk + 1 : 1;
         if (!has_room(&p->to, (messages - 1) * record_size(p->chunk) + record_size(sends - (messages - 1) * p->chunk)))
             break;
@@ -436,6 +465,7 @@ void ring_post_requests(struct ring_posting *p)
     publish(&p->to);
 }
 """
+    + _LANE
 )
 
 ffibuilder = FFI()

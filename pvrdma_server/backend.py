@@ -143,6 +143,36 @@ class SendEntries(NamedTuple):
     signal_all: bool
 
 
+class CompletionSlots(NamedTuple):
+    """Where the next completions of a queue pair's sends go, for who publishes them many in one go.
+
+    Attributes:
+        prod_tail: a view that begins with our index and the guest's.
+        tail: our index, of the first slot.
+        index_mask: what indices run modulo, less one.
+        capacity: of the queue.
+        slots: the slots from the first on, as far as they are in a row.
+        template: a successful completion of an RDMA WRITE, but for its wr_id (8 bytes at 0) and byte_len (4 at 24).
+        report: somebody waits to be told: not too many in one go.
+    """
+
+    prod_tail: memoryview
+    tail: int
+    index_mask: int
+    capacity: int
+    slots: memoryview
+    template: bytes
+    report: bool
+
+
+class SendLane(NamedTuple):
+    """Both ends of a queue pair's sends. `watch_token`: who watches for entries in it (-1: nobody)."""
+
+    entries: SendEntries
+    completions: CompletionSlots
+    watch_token: int
+
+
 class QpInit(NamedTuple):
     """What a queue pair is created with, checked against the limits. `srq` is the backend's SRQ or None."""
 
@@ -169,6 +199,15 @@ class QpOwner(Protocol):
 
     def took_sends(self, count: int) -> None:
         """The first `count` of what `peek_sends` returned were taken; their slots are free."""
+
+    def send_lane(self) -> SendLane | None:
+        """The send queue, posted or not yet, and where its completions go, for a backend that does both at once.
+
+        Whoever does, moves the indices himself, and then says so with `drove`. None: there is no such way now.
+        """
+
+    def drove(self, sends: int, completions: int) -> None:
+        """So many were taken, and so many published, of what `send_lane` returned."""
 
     def pop_recv(self) -> RecvWr | None:
         """Take the next posted receive from the QP's own receive queue, or None."""

@@ -329,11 +329,10 @@ class PvrdmaDevice:
             qp.backend.send_doorbell()
         self._settle()
 
-    def rings_fired(self, tokens: Iterable[int]) -> bool:
-        """Watched rings have entries: start their work; true when more is ready now."""
+    def rings_fired(self, tokens: Iterable[int]) -> None:
+        """Watched rings have entries: `progress` does their work."""
         if self._watches is not None:
             self._watches.fired(tokens)
-        return self.progress(INLINE_BUDGET)
 
     @property
     def wants_moderation(self) -> bool:

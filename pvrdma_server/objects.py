@@ -13,17 +13,19 @@ from typing import NamedTuple, Protocol
 
 from pvrdma_server.abi.pvrdma_dev_api import EqeType
 from pvrdma_server.abi.pvrdma_verbs import QpAttr, QpState
-from pvrdma_server.abi.vmw_pvrdma_abi import Sge, WcStatus
+from pvrdma_server.abi.vmw_pvrdma_abi import Sge, WcOpcode, WcStatus
 from pvrdma_server.backend import (
     BackendMr,
     BackendPd,
     BackendQp,
     BackendSrq,
     Completion,
+    CompletionSlots,
     Done,
     RecvWr,
     Refused,
     SendEntries,
+    SendLane,
     SendWr,
 )
 from pvrdma_server.errors import BackendError, BadGuestAddress, BadRingIndex, BadWqe, GuestError
@@ -152,11 +154,31 @@ class Cq:
             if len(self.backlog) > self.ring.capacity:
                 self._fail()
             return
+        self._published(solicited=solicited)
+
+    def _published(self, *, solicited: bool) -> None:
         if self.moderated:
             self.hooks.cq_published(self)
         elif self.armed and (solicited or self.armed == Armed.NEXT):
             self.armed = Armed.NO
             self.hooks.cq_notify(self)
+
+    def slots(self, template: bytes) -> CompletionSlots | None:
+        """See `backend.CompletionSlots`; None when completions cannot be published just so."""
+        if self.failed or self.backlog:
+            return None
+        try:
+            words, index, mask, slots = self.ring.free_untrusted()
+        except GuestError:
+            return None  # who completes something will say so
+        report = not self.moderated and self.armed == Armed.NEXT
+        return CompletionSlots(words, index, mask, self.ring.capacity, slots, template, report)
+
+    def filled_slots(self) -> None:
+        """Completions were published in what `slots` gave; none of them is solicited."""
+        with suppress(GuestError):
+            self.ring.used_untrusted()  # so that `seen_head` is of now
+        self._published(solicited=False)
 
     def memory_returned(self) -> None:
         """Publish what had to wait for unmapped memory."""
@@ -326,6 +348,7 @@ class Qp:
         "_memory",
         "_receiver",
         "_rules",
+        "_write_done",
         "attr",
         "backend",
         "destroyed",
@@ -366,6 +389,7 @@ class Qp:
         self.attr = attr
         self.sends = self.receives = self.errors = 0
         self.destroyed = False
+        self._write_done: bytes | None = None
         self._rules = queues.rules
         self._memory = memory
         self._hooks = hooks
@@ -398,8 +422,9 @@ class Qp:
             peeked = self.sq.peek_untrusted()
         except GuestError:
             return None  # `pop_send` will say so
-        if peeked is None:
-            return None
+        return None if peeked is None else self._entries(peeked)
+
+    def _entries(self, peeked: tuple[memoryview, int, int, memoryview]) -> SendEntries:
         return SendEntries(*peeked, self.sq.entry_size, self._rules.sq_sig_all)
 
     def took_sends(self, count: int) -> None:
@@ -407,6 +432,27 @@ class Qp:
         self.sends += count
         with suppress(GuestError):
             self.sq.skip_untrusted(count)
+
+    def send_lane(self) -> SendLane | None:
+        """See `backend.QpOwner`."""
+        if self._write_done is None:
+            self._write_done = encode_done(((0, int(WcOpcode.RDMA_WRITE), 0),), self.handle)
+        done = None if self.destroyed else self.send_cq.slots(self._write_done)
+        if done is None:
+            return None
+        try:
+            peeked = self.sq.peek_untrusted(empty=True)
+        except GuestError:
+            return None  # `pop_send` will say so
+        assert peeked is not None
+        token = self.sq.watch_token
+        return SendLane(self._entries(peeked), done, -1 if token is None else token)
+
+    def drove(self, sends: int, completions: int) -> None:
+        """See `backend.QpOwner`."""
+        self.sends += sends
+        if completions:
+            self.send_cq.filled_slots()
 
     def pop_recv(self) -> RecvWr | None:
         """See `backend.QpOwner`."""

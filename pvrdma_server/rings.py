@@ -141,8 +141,10 @@ class ConsumerRing(Ring):
         words[self._head] = (head + count) & self._index_mask
         return entries
 
-    def peek_untrusted(self) -> tuple[memoryview, int, int, memoryview] | None:
-        """What has been produced, to be looked at and then skipped; None when there is nothing.
+    def peek_untrusted(
+        self, *, empty: bool = False
+    ) -> tuple[memoryview, int, int, memoryview] | None:
+        """What has been produced, to be looked at and then skipped; None when there is nothing, unless `empty`.
 
         Returns:
             A view that begins with `prod_tail`, `cons_head`, the indices' mask, and the entries from the oldest on,
@@ -152,7 +154,7 @@ class ConsumerRing(Ring):
             BadRingIndex, BadGuestAddress: as `pop_untrusted`.
         """
         words, _, head, used = self._indices_untrusted()
-        if not used:
+        if not used and not empty:
             return None
         slot = head & self._slot_mask
         length = (self.capacity - slot) * self.entry_size
@@ -210,6 +212,18 @@ class ProducerRing(Ring):
             self._store(tail + first, entries[first * size : count * size])
         words[self._tail] = (tail + count) & self._index_mask
         return count * size == len(entries)
+
+    def free_untrusted(self) -> tuple[memoryview, int, int, memoryview]:
+        """A view that begins with both indices, `prod_tail`, the indices' mask, and the slots from there on in a row.
+
+        Raises:
+            BadRingIndex, BadGuestAddress: as `push_untrusted`.
+        """
+        words, tail, _, _ = self._indices_untrusted()
+        slot = tail & self._slot_mask
+        length = (self.capacity - slot) * self.entry_size
+        slots = self._pages.views_untrusted(self._base + slot * self.entry_size, length)[0]
+        return words[self._tail :], tail, self._index_mask, slots
 
     def _store(self, index: int, entries: bytes) -> None:
         offset = self._base + (index & self._slot_mask) * self.entry_size

@@ -8,7 +8,7 @@ Contract: `run` returns when it was asked to stop (SIGTERM, SIGINT) and raises w
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import structlog
@@ -55,6 +55,8 @@ from pvrdma_server.watcher import make_watcher
 PCI_CLASS: Final = 0x028000
 # Bytes the work task copies before other tasks get their turn: about 300 us of memcpy.
 WORK_BUDGET: Final = 4 << 20
+# How long tasks that have nothing to do with guests wait at most, beside the time that the budget takes.
+ATTEND_NS: Final = 1_000_000
 # How often to look whether the guest has drained a full event ring (it does so without a doorbell).
 RETRY_NS: Final = 5_000_000
 # How long a completion lies unconsumed before a process is told that it is there (mapped doorbells only): longer than a
@@ -76,14 +78,22 @@ def mmap_area(config: DeviceConfig) -> MmapArea:
 
 
 class Work:
-    """A flag that says "there is something to do", for the work task to sleep on."""
+    """A flag that says "there is something to do", for the work task to sleep on.
+
+    Attributes:
+        held: somebody is at work and looks at `missed` afterwards, so that nobody need wake up.
+    """
 
     def __init__(self) -> None:
         self._event = trio.Event()
+        self.held = self.missed = False
 
     def wake(self) -> None:
         """Have the work task look, now or in a moment."""
-        self._event.set()
+        if self.held:
+            self.missed = True
+        else:
+            self._event.set()
 
     async def wait(self) -> None:
         """Return once `wake` was called since the last return."""
@@ -119,7 +129,7 @@ class Server:
         # With trapped doorbells the watcher watches nothing and is a clock with microseconds, which epoll lacks.
         self._watcher = make_watcher()
         if self._fabric is not None:
-            self._fabric.yield_to(self._watcher.signalled)
+            self._fabric.yield_to(self._watcher)
         mapped = config.device.mapped_doorbells
         self.device = PvrdmaDevice(
             self.backend, self, config.device, self._watcher if mapped else None, clock_s=time.time
@@ -240,48 +250,72 @@ class Server:
     async def _work_task(self) -> None:
         while True:
             self._turns += 1
-            if self.device.progress(WORK_BUDGET):
+            if self._attend():
                 await trio.lowlevel.checkpoint()
             else:
-                self._set_deadline()
                 await self._work.wait()
 
     async def _watch_task(self) -> None:
         """Wakes for rings that have entries and for deadlines."""
         while True:
             await trio.lowlevel.wait_readable(self._watcher.fd)
-            more = self.device.rings_fired(self._watcher.fired())
-            self._deadline_ns = None
-            now_ns = time.monotonic_ns()
-            if self._moderate_ns is not None and now_ns >= self._moderate_ns:
-                self._moderate_ns = None
-                self.device.moderate()
-            if self._repeat_ns is not None and now_ns >= self._repeat_ns:
-                self._repeat_ns = self.device.repeat(now_ns)
-            if more:
+            if self._attend(self._watcher.fired()):
                 self._work.wake()
-            else:
-                self._set_deadline()
 
     async def _host_task(self, host: HostBackend) -> None:
         """Wakes for the host device's completions and events."""
         while True:
             await trio.lowlevel.wait_readable(host.wait_fd)
-            if self.device.progress(WORK_BUDGET):
+            if self._attend():
                 self._work.wake()
-            else:
-                self._set_deadline()
 
     async def _fabric_task(self, fabric: ShmFabric) -> None:
         """Wakes for what other servers sent, and for servers that come and go."""
         while True:
             with trio.move_on_after(fabric.timeout_s or math.inf):
                 await trio.lowlevel.wait_readable(fabric.fd)
-            fabric.ready()
-            if self.device.progress(WORK_BUDGET):
+            if self._attend(first=fabric.ready):
                 self._work.wake()
-            else:
-                self._set_deadline()
+
+    def _attend(
+        self, fired: Sequence[int] = (), *, first: Callable[[], None] | None = None
+    ) -> bool:
+        """Work as long as one thing leads to another, within `ATTEND_NS`; true when more is ready now.
+
+        A way through trio costs as much as all the rest, so what comes meanwhile is looked at here.
+        """
+        now_ns = time.monotonic_ns()
+        until_ns = now_ns + ATTEND_NS
+        watcher, device, work = self._watcher, self.device, self._work
+        work.held = True
+        watcher.attend()
+        if first is not None:
+            first()
+        while True:
+            device.rings_fired(fired)
+            work.missed = False
+            more = device.progress(WORK_BUDGET)
+            now_ns = time.monotonic_ns()
+            self._keep_time(now_ns)
+            if not watcher.signalled[0] or now_ns >= until_ns:
+                break
+            fired = watcher.fired()
+        work.held = False
+        more = more or work.missed or bool(watcher.signalled[0])
+        if not more:
+            self._set_deadline()
+            watcher.leave()
+        return more
+
+    def _keep_time(self, now_ns: int) -> None:
+        """Do what is due."""
+        if self._deadline_ns is not None and now_ns >= self._deadline_ns:
+            self._deadline_ns = None
+        if self._moderate_ns is not None and now_ns >= self._moderate_ns:
+            self._moderate_ns = None
+            self.device.moderate()
+        if self._repeat_ns is not None and now_ns >= self._repeat_ns:
+            self._repeat_ns = self.device.repeat(now_ns)
 
     def _set_deadline(self) -> None:
         now_ns = time.monotonic_ns()
@@ -293,7 +327,10 @@ class Server:
         if self.device.waits_for_guest:
             deadlines.append(now_ns + RETRY_NS)
         deadline_ns = min((d for d in deadlines if d is not None), default=None)
-        if deadline_ns != self._deadline_ns:
+        # An earlier one than is needed wakes us for nothing, once; to move it for every message costs more.
+        if deadline_ns is not None and (
+            self._deadline_ns is None or deadline_ns < self._deadline_ns
+        ):
             self._deadline_ns = deadline_ns
             self._watcher.set_deadline(deadline_ns)
 

@@ -31,6 +31,7 @@ from pvrdma_server.backend_soft.config import SoftConfig
 from pvrdma_server.backend_soft.context import Environment, Gid
 from pvrdma_server.backend_soft.counters import Counters
 from pvrdma_server.backend_soft.fast_path import Landed, Run
+from pvrdma_server.backend_soft.lane import Drove, Lane
 from pvrdma_server.backend_soft.local_fabric import LocalFabric
 from pvrdma_server.backend_soft.memory import KeyTable, SoftMr, SoftPd
 from pvrdma_server.backend_soft.qp import SoftQp
@@ -301,6 +302,20 @@ class SoftBackend:
         counters.rx_messages += landed.messages
         counters.rx_bytes += landed.length_bytes
         self._qps[run.dst_qpn].landed(run.kind, landed)
+
+    def lane(self, peer: Carrier) -> Lane | None:
+        """See `Endpoint`. Of the queue pair that used a short cut last."""
+        qp = self._qps.get(self._env.hot)
+        return qp.lane(peer) if qp is not None else None
+
+    def drove(self, lane: Lane, drove: Drove) -> None:
+        """See `Endpoint`."""
+        counters = self._env.counters
+        counters.rx_messages += drove.landed + drove.acks
+        counters.rx_bytes += drove.landed_bytes
+        counters.tx_messages += drove.posted + drove.answered
+        counters.tx_bytes += drove.posted_bytes
+        self._qps[lane.qpn].drove(lane, drove)
 
     def room(self, carrier: Carrier) -> None:
         """A carrier has room again: who waited for it has a turn."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pvrdma_server.backend_soft.fast_path import Landed, Many, Posted, Run
+from pvrdma_server.backend_soft.lane import Drove, Lane
 
 
 class Carrier(Protocol):
@@ -42,6 +43,12 @@ class Endpoint(Protocol):
 
     def landed(self, run: Run, landed: Landed) -> None:
         """What came by the short cut that was just offered, which may be nothing."""
+
+    def lane(self, peer: Carrier) -> Lane | None:
+        """What a queue pair would do next with `peer` and by itself, in a `lane`, if anything."""
+
+    def drove(self, lane: Lane, drove: Drove) -> None:
+        """What came of the lane that was just offered, which may be nothing."""
 
     def room(self, carrier: Carrier) -> None:
         """A carrier that had no room has some again."""

@@ -45,7 +45,10 @@ class Gid:
 
 @dataclass(slots=True)
 class Environment:
-    """The backend, as its queue pairs see it. `now_ns` is the time of the current `progress`."""
+    """The backend, as its queue pairs see it. `now_ns` is the time of the current `progress`.
+
+    `hot`: the queue pair that used a short cut last.
+    """
 
     config: SoftConfig
     port: Port
@@ -59,6 +62,7 @@ class Environment:
     own_gids: set[bytes] = field(default_factory=set)
     blocked: dict[Carrier, dict[Schedulable, None]] = field(default_factory=dict)
     now_ns: int = 0
+    hot: int = 0
     running: bool = False
     woken: bool = False
 

@@ -47,12 +47,34 @@ class Piece(NamedTuple):
     memory: memoryview
 
 
-class Hint:
-    """What the last one was like, and whether to try the short cut for the next. `kind`: of a message."""
+class Detour:
+    """Whether to try a short cut: after one in vain, it is left out for a while, and then longer."""
 
-    __slots__ = ("_detours", "_left", "address", "key", "kind")
+    __slots__ = ("_detours", "_left")
 
     def __init__(self) -> None:
+        self._detours = self._left = 0
+
+    def tempts(self) -> bool:
+        """Whether to try."""
+        if self._left:
+            self._left -= 1
+            return False
+        return True
+
+    def tried(self, messages: int) -> None:
+        """So many went the short way."""
+        self._detours = 0 if messages else min(2 * self._detours + 1, _MAX_DETOURS)
+        self._left = self._detours
+
+
+class Hint(Detour):
+    """What the last one was like, and whether to try the short cut for the next. `kind`: of a message."""
+
+    __slots__ = ("address", "key", "kind")
+
+    def __init__(self) -> None:
+        super().__init__()
         self.forget()
 
     def forget(self) -> None:
@@ -65,15 +87,7 @@ class Hint:
 
     def tempts(self) -> bool:
         """Whether to try."""
-        if self._left:
-            self._left -= 1
-            return False
-        return self.key != 0
-
-    def tried(self, messages: int) -> None:
-        """So many went the short way."""
-        self._detours = 0 if messages else min(2 * self._detours + 1, _MAX_DETOURS)
-        self._left = self._detours
+        return super().tempts() and self.key != 0
 
 
 class Run(NamedTuple):

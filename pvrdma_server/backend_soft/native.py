@@ -57,11 +57,33 @@ class Lingered(IntEnum):
     STOPPED = 2
 
 
+class Looker(Protocol):
+    """Who looks for everything that is not a peer's: `watcher.RingWatcher`.
+
+    Attributes:
+        signalled: a byte that is not 0 when there is something to do.
+        look_in_c: addresses of `int look(void *, int)`, which looks at once (second argument -1), and of its first
+            argument; None where there is none.
+    """
+
+    signalled: memoryview
+    look_in_c: tuple[int, int] | None
+
+
+def look_in_c(looker: Looker | None) -> tuple[Any, Any]:
+    """`Looker.look_in_c` as the extension takes it."""
+    ffi = extension.ffi
+    if looker is None or looker.look_in_c is None:
+        return ffi.NULL, ffi.NULL
+    look, watch = looker.look_in_c
+    return ffi.cast("ring_look", look), ffi.cast("void *", watch)
+
+
 class Linger(Protocol):
-    """Looks at an index of each of a link's rings, and at a byte that says that something else is to be done."""
+    """Looks at an index of each of a link's rings, and asks a `Looker` whether something else is to be done."""
 
     def wait(self, head: int, room: int | None, limit_ns: int) -> int:
-        """Look until an index is not `head`, or not `room` (None: never mind), the byte is set, or time is up."""
+        """Look until an index is not `head`, or not `room` (None: never mind), or there is something else."""
 
     def release(self) -> None:
         """Let the views go."""
@@ -72,13 +94,13 @@ class PythonLinger:
 
     Args:
         head, room: views that begin with the 64-bit index.
-        stop: a view that begins with the byte, or None.
+        looker: who says that there is something else, or None. Here only its byte is looked at.
     """
 
-    def __init__(self, head: memoryview, room: memoryview, stop: memoryview | None) -> None:
+    def __init__(self, head: memoryview, room: memoryview, looker: Looker | None) -> None:
         self._head = memoryview(head).cast("B")[:8].cast("Q")
         self._room = memoryview(room).cast("B")[:8].cast("Q")
-        self._stop = stop
+        self._stop = looker.signalled if looker is not None else None
 
     def wait(self, head: int, room: int | None, limit_ns: int) -> int:
         """See `Linger`."""
@@ -101,20 +123,21 @@ class PythonLinger:
 class CLinger:
     """See `Linger` and, for the arguments, `PythonLinger`."""
 
-    def __init__(self, head: memoryview, room: memoryview, stop: memoryview | None) -> None:
+    def __init__(self, head: memoryview, room: memoryview, looker: Looker | None) -> None:
         ffi = extension.ffi
         self._wait = extension.lib.ring_linger
         self._head = ffi.from_buffer("uint64_t[]", head)
         self._room = ffi.from_buffer("uint64_t[]", room)
-        self._stop = ffi.NULL if stop is None else ffi.from_buffer("uint8_t[]", stop)
+        stop = ffi.NULL if looker is None else ffi.from_buffer("uint8_t[]", looker.signalled)
+        self._else = (stop, *look_in_c(looker))
         self._null = ffi.NULL
 
     def wait(self, head: int, room: int | None, limit_ns: int) -> int:
         """See `Linger`."""
         if room is None:
-            seen: int = self._wait(self._head, head, self._null, 0, self._stop, limit_ns)
+            seen: int = self._wait(self._head, head, self._null, 0, *self._else, limit_ns)
         else:
-            seen = self._wait(self._head, head, self._room, room, self._stop, limit_ns)
+            seen = self._wait(self._head, head, self._room, room, *self._else, limit_ns)
         return seen
 
     def release(self) -> None:
@@ -123,8 +146,8 @@ class CLinger:
         extension.ffi.release(self._room)
 
 
-def make_linger(head: memoryview, room: memoryview, stop: memoryview | None) -> Linger:
+def make_linger(head: memoryview, room: memoryview, looker: Looker | None) -> Linger:
     """The form that this machine has."""
     if extension is None:
-        return PythonLinger(head, room, stop)
-    return CLinger(head, room, stop)
+        return PythonLinger(head, room, looker)
+    return CLinger(head, room, looker)

@@ -32,7 +32,8 @@ from pvrdma_server.backend_soft.codes import (
 )
 from pvrdma_server.backend_soft.context import Environment, QpContext, RecvQueue
 from pvrdma_server.backend_soft.datagram import DatagramReceiver, DatagramSender
-from pvrdma_server.backend_soft.fast_path import Landed, Run
+from pvrdma_server.backend_soft.fast_path import Detour, Landed, Run
+from pvrdma_server.backend_soft.lane import Drove, Lane
 from pvrdma_server.backend_soft.memory import SoftPd
 from pvrdma_server.backend_soft.requester import Requester
 from pvrdma_server.backend_soft.responder import Responder
@@ -54,6 +55,7 @@ class SoftQp:
         "_comm_est",
         "_ctx",
         "_datagrams",
+        "_detour",
         "_env",
         "_flushing",
         "_forget",
@@ -93,6 +95,7 @@ class SoftQp:
             self._responses = self._responder.responses
         else:
             self._sender, self._datagrams = DatagramSender(ctx), DatagramReceiver(ctx)
+        self._detour = Detour()
         self._comm_est = self._flushing = self._sqd_notify = self._sqd_drained = False
 
     # -- what the core calls ----------------------------------------------------------------
@@ -169,6 +172,31 @@ class SoftQp:
         else:
             assert isinstance(self._sender, Requester)
             self._sender.landed(landed)
+
+    def lane(self, peer: Carrier) -> Lane | None:
+        """What could come next in a `lane` with `peer`."""
+        ctx, responder, sender = self._ctx, self._responder, self._sender
+        if ctx.state != RTS or responder is None or not isinstance(sender, Requester):
+            return None
+        if responder.responses.queue or self._env.port.route(ctx.dgid) is not peer:
+            return None
+        sends = sender.lane()
+        if sends is None and not sender.idle:
+            return None  # what comes next is an answer
+        run = responder.run() if self._comm_est else None
+        if (sends is None and run is None) or not self._detour.tempts():
+            return None
+        return Lane(self.qpn, ctx.dest_qpn, self._env.config.chunk_bytes, run, sends)
+
+    def drove(self, lane: Lane, drove: Drove) -> None:
+        """What came of it."""
+        self._detour.tried(drove.worked)
+        if lane.sends is not None:
+            assert isinstance(self._sender, Requester)
+            self._sender.drove(lane.sends, drove)
+        if lane.run is not None and drove.landed:
+            assert self._responder is not None
+            self._responder.drove(drove)
 
     def receive_datagram(self, message: DatagramMessage, payload: Sequence[memoryview]) -> None:
         """A datagram whose GIDs were checked."""

@@ -23,10 +23,11 @@ from pvrdma_server.backend_soft.codes import (
     SQD,
 )
 from pvrdma_server.backend_soft.fast_path import SENT, Landed, Run
+from pvrdma_server.backend_soft.lane import MAX_RECORDS, Drove, Sends
 from pvrdma_server.backend_soft.scatter import copy_views, resolve_sges_untrusted
 from pvrdma_server.backend_soft.sending import Sending
 from pvrdma_server.backend_soft.wire import PSN_HALF, PSN_MASK, READ_REQUEST, RcMessage
-from pvrdma_server.backend_soft.wqe import Wqe
+from pvrdma_server.backend_soft.wqe import SentMany, Wqe
 from pvrdma_server.errors import GuestError
 
 
@@ -166,6 +167,63 @@ class Requester(Sending):
             self._complete_many(many)
             self._retire()
         self._progressed()
+
+    # -- lanes ------------------------------------------------------------------------------
+
+    def lane(self) -> Sends | None:
+        """What would be sent next in a `lane`: WRITEs like the last one, if nothing else is under way."""
+        ctx, queue, hint = self.ctx, self.queue, self.hint
+        if (
+            hint.kind != wire.WRITE
+            or not hint.key
+            or self.failing
+            or self.recovering
+            or self.rnr_wait
+        ):
+            return None
+        if queue.current or queue.resend or queue.held or queue.taken > MAX_RECORDS:
+            return None
+        records = []
+        for many in queue.unacked:
+            if type(many) is not SentMany or many.kind != wire.WRITE or many.lkey != hint.key:
+                return None
+            records.append(many.records)
+        owner = self._owner.send_lane()
+        if owner is None:
+            return None
+        try:
+            piece = ctx.env.keys.piece_untrusted(ctx.pd, hint.key, hint.address, 0)
+        except GuestError:
+            return None
+        first = queue.unacked[0].first if queue.unacked else self.psn
+        return Sends(
+            owner, hint.key, piece, b"".join(records), first & PSN_MASK, self.psn & PSN_MASK, self.acked & PSN_MASK,
+            ctx.init.max_send_wr, queue.flying, self._window,
+        )  # fmt: skip
+
+    def drove(self, sends: Sends, drove: Drove) -> None:
+        """What came of it."""
+        if drove.taken or drove.completions:
+            self._owner.drove(drove.taken, drove.completions)
+        self.psn += drove.posted
+        self.sent = max(self.sent, self.psn)
+        if drove.taken or drove.acks:
+            first = self.psn - ((self.psn - drove.first) & PSN_MASK)
+            self.queue.become(
+                drove.records,
+                first,
+                self.psn,
+                sends.lkey,
+                signal_all=sends.owner.entries.signal_all,
+            )
+        if drove.acks:
+            self.acked += (drove.acked - self.acked) & PSN_MASK
+            if self._retire() is None and self.ctx.state in (RTS, SQD):
+                self._progressed()
+        elif drove.taken:
+            self._arm_timer()
+        if drove.unusual:
+            self._go_on()
 
     def _refused(self, code: int, psn: int) -> None:
         counters = self.ctx.env.counters

@@ -34,6 +34,7 @@ from pvrdma_server.backend_soft.codes import (
 )
 from pvrdma_server.backend_soft.context import QpContext
 from pvrdma_server.backend_soft.fast_path import MAX_MESSAGES, Hint, Landed, Run
+from pvrdma_server.backend_soft.lane import Drove
 from pvrdma_server.backend_soft.responses import ResponseQueue
 from pvrdma_server.backend_soft.scatter import (
     copy_views,
@@ -218,6 +219,10 @@ class Responder:
 
     def offer(self, kind: int) -> Run | None:
         """What could come next: requests like the last one, for memory in a row with it."""
+        return self.run(kind) if self.hint.tempts() else None
+
+    def run(self, kind: int = wire.WRITE) -> Run | None:
+        """The same, whether or not it is worth a try."""
         ctx, hint = self.ctx, self.hint
         access = REMOTE_WRITE if kind == wire.WRITE else REMOTE_READ
         if hint.kind != kind or self._kind not in (0, kind) or not ctx.access & access:
@@ -225,7 +230,7 @@ class Responder:
         limit = MAX_MESSAGES
         if kind == wire.READ_REQUEST:
             limit = min(limit, ctx.max_dest_rd_atomic - self.responses.jobs)
-        if limit <= 0 or not hint.tempts():
+        if limit <= 0:
             return None
         try:
             piece = ctx.env.keys.piece_untrusted(ctx.pd, hint.key, hint.address, access)
@@ -241,17 +246,28 @@ class Responder:
         self.hint.tried(landed.messages)
         if not landed.messages:
             return
-        self._nak_sent = False
+        self.ctx.env.hot = self.ctx.qpn
         if kind == wire.READ_REQUEST:
+            self._nak_sent = False
             self.responses.read_many(self.psn, landed.asked, self.hint.key)
             self.psn += landed.messages
             return
-        self._kind = wire.WRITE if landed.total else 0
-        self._address, self._total, self._done = landed.address, landed.total, landed.done
-        self._rkey = self.hint.key
-        self.psn += landed.messages
+        self._wrote(landed, landed.messages)
         if landed.unanswered < landed.messages:
             self.responses.acknowledge(self.psn - 1 - landed.unanswered)
+
+    def _wrote(self, what: Landed | Drove, messages: int) -> None:
+        self._nak_sent = False
+        self._kind = wire.WRITE if what.total else 0
+        self._address, self._total, self._done = what.address, what.total, what.done
+        self._rkey = self.hint.key
+        self.psn += messages
+
+    def drove(self, drove: Drove) -> None:
+        """So much landed in a lane, and was acknowledged but for `unanswered`."""
+        self._wrote(drove, drove.landed)
+        if drove.unanswered is not None:
+            self.responses.acknowledge(self.psn - 1 - drove.unanswered)
 
     def _take_for_imm(self) -> None:
         wr = self._take()

@@ -286,6 +286,7 @@ class Sending:
 
     def _posted(self, posted: Posted, entries: SendEntries) -> None:
         kind, key = self.hint.kind, self.hint.key
+        self.ctx.env.hot = self.ctx.qpn
         many = SentMany(posted, self.psn, kind, key, signal_all=entries.signal_all)
         self._owner.took_sends(len(many))
         if kind == READ_REQUEST:

@@ -21,6 +21,7 @@ from typing import Any, Final
 import structlog
 
 from pvrdma_server.backend_soft.carrier import Endpoint
+from pvrdma_server.backend_soft.native import Looker
 from pvrdma_server.backend_soft.shm_folder import FabricFolder
 from pvrdma_server.backend_soft.shm_hello import BadHello, Hello, pack_hello
 from pvrdma_server.backend_soft.shm_link import Rings, ShmLink
@@ -123,10 +124,10 @@ class ShmFabric:
         self._port = ShmPort(endpoint, self._folder, self, self._clock_ns)
         return self._port
 
-    def yield_to(self, signalled: memoryview) -> None:
-        """Never wait for a peer while this byte is not 0: somebody else has something to do."""
+    def yield_to(self, looker: Looker) -> None:
+        """Never wait for a peer while this one has seen that there is something else to do. Close it after us."""
         if self._port is not None:
-            self._port.stop = signalled
+            self._port.looker = looker
 
     def ready(self) -> None:
         """Do what there is to do."""

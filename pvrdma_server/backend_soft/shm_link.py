@@ -13,8 +13,15 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pvrdma_server.backend_soft.fast_path import Many, Posted
-from pvrdma_server.backend_soft.native import LINGER_PAYS, Linger, Lingered, make_linger
-from pvrdma_server.backend_soft.shm_ring import RingFault, RingReader, RingWriter
+from pvrdma_server.backend_soft.lane import Bell, Driver, Lane
+from pvrdma_server.backend_soft.native import (
+    LINGER_PAYS,
+    Linger,
+    Lingered,
+    extension,
+    make_linger,
+)
+from pvrdma_server.backend_soft.shm_ring import RESERVE_BYTES, RingFault, RingReader, RingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +33,7 @@ _MAX_BELLS: Final = 64
 _BELL: Final = b"\x01"
 # How long to look at a ring that is empty before its peer must ring the bell: a wake-up costs both sides about as
 # much. A link that was looked at in vain so many times in a row is looked at no more, but for one sleep in so many.
-LINGER_NS: Final = 40_000
+LINGER_NS: Final = 150_000
 _LINGER_CREDIT: Final = 4
 _LINGER_PROBE: Final = 16
 
@@ -54,7 +61,7 @@ class ShmLink:
     """
 
     __slots__ = (
-        "_credit", "_linger", "_port", "_rings", "_sleeps", "_sock", "broken", "busy", "dropping",
+        "_credit", "_driver", "_linger", "_port", "_rings", "_sleeps", "_sock", "broken", "busy", "dropping",
         "ending", "looked_ns", "lost", "name", "peer_id", "reader", "refused", "rung", "seen_tail", "since_ns", "uid",
         "writer",
     )  # fmt: skip
@@ -70,6 +77,7 @@ class ShmLink:
         self.refused = self.dropping = self.busy = self.ending = False
         self._credit, self._sleeps = 1, 0
         self._linger: Linger | None = None
+        self._driver: Driver | None = None
         self.looked_ns = self.lost = self.rung = self.seen_tail = self.since_ns = 0
 
     def come_up(self, sock: socket.socket, rings: Rings, name: str) -> None:
@@ -79,16 +87,21 @@ class ShmLink:
             self.writer = RingWriter(view)
         with memoryview(rings.into) as view:
             self.reader = RingReader(view)
-        self._linger = make_linger(self.reader.head_word, self.writer.room_word, self._port.stop)
+        looker = self._port.looker
+        self._linger = make_linger(self.reader.head_word, self.writer.room_word, looker)
+        if extension is not None and looker is not None:
+            bell = Bell(sock.fileno(), looker)
+            self._driver = Driver(self.writer.memory, self.reader.memory, RESERVE_BYTES, bell)
 
     def close(self) -> None:
         """Let everything go; from now on `send` takes and loses. The port forgets us elsewhere."""
         self.dropping = True
         writer, reader = self.writer, self.reader
         self.writer = self.reader = None
-        if self._linger is not None:
-            self._linger.release()
-            self._linger = None
+        for user in (self._linger, self._driver):
+            if user is not None:
+                user.release()
+        self._linger = self._driver = None
         if writer is not None and reader is not None:
             writer.release()
             reader.release()
@@ -218,16 +231,37 @@ class ShmLink:
             self._sleeps += 1
             if not LINGER_PAYS or self._sleeps % _LINGER_PROBE:
                 return Lingered.NOTHING
-        started_ns = perf_counter_ns()
-        seen = linger.wait(reader.seen, writer.tail if self.refused else None, LINGER_NS)
-        self.looked_ns += perf_counter_ns() - started_ns
-        if seen == Lingered.CHANGED:
+        lane = None if self.refused or self._driver is None else self._port.endpoint.lane(self)
+        if lane is not None:
+            seen, worked = self._drive(lane, reader, writer)
+        else:
+            started_ns = perf_counter_ns()
+            seen = linger.wait(reader.seen, writer.tail if self.refused else None, LINGER_NS)
+            self.looked_ns += perf_counter_ns() - started_ns
+            worked = False
+        if worked or seen == Lingered.CHANGED:
             self._credit = _LINGER_CREDIT
             if self.refused and self.moved():
                 self._port.has_room(self)
         elif seen == Lingered.NOTHING:
             self._credit -= self._credit > 0
         return Lingered(seen)
+
+    def _drive(self, lane: Lane, reader: RingReader, writer: RingWriter) -> tuple[int, bool]:
+        # What it saw last, and whether it did anything.
+        assert self._driver is not None
+        try:
+            out = writer.head, writer.look_untrusted()
+        except RingFault as fault:
+            self._port.fault(self, str(fault))
+            return Lingered.CHANGED, False
+        drove = self._driver.drive_untrusted(lane, out, (reader.seen, reader.tail), LINGER_NS)
+        writer.moved(drove.out_head, drove.out_tail, drove.posted + drove.answered)
+        reader.moved(drove.in_head, drove.in_tail, drove.landed + drove.acks)
+        self.rung += drove.rung
+        self.looked_ns += drove.looked_ns
+        self._port.endpoint.drove(lane, drove)
+        return drove.seen, drove.worked > 0
 
     def awake(self) -> None:
         """We look by ourselves from now on: the peer need not ring for messages."""

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from pvrdma_server.backend_soft.carrier import Carrier, Endpoint
 from pvrdma_server.backend_soft.local_fabric import LocalFabric
-from pvrdma_server.backend_soft.native import Lingered
+from pvrdma_server.backend_soft.native import Lingered, Looker
 from pvrdma_server.backend_soft.shm_folder import FabricFolder
 from pvrdma_server.backend_soft.shm_link import ShmLink
 
@@ -39,7 +39,7 @@ class ShmPort:
 
     Attributes:
         links: by server id, those that are up and those that connect.
-        stop: a byte that is not 0 when there is something to do elsewhere.
+        looker: who says that there is something to do elsewhere.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ShmPort:
         clock_ns: Callable[[], int],
     ) -> None:
         self.endpoint = endpoint
-        self.stop: memoryview | None = None
+        self.looker: Looker | None = None
         self.links: dict[str, ShmLink] = {}
         self._folder, self._connector, self._clock_ns = folder, connector, clock_ns
         self._local = LocalFabric().join(endpoint)

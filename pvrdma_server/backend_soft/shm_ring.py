@@ -208,6 +208,16 @@ class RingWriter:
         """The consumer's index, as memory."""
         return self._words[_TAIL : _TAIL + 1]
 
+    @property
+    def memory(self) -> tuple[memoryview, memoryview]:
+        """The records and the words, for a `lane`."""
+        return self._data, self._words
+
+    def moved(self, head: int, tail: int, messages: int) -> None:
+        """So many messages were put up to `head` by a lane, which saw the consumer's index at `tail`."""
+        self.head, self.tail = head, tail
+        self.messages += messages
+
     def gids_changed(self) -> None:
         """Tell the consumer, when it looks next, that we own other GIDs than before."""
         self._words[_GIDS] = (self._words[_GIDS] + 1) & 0xFFFF_FFFF
@@ -327,6 +337,16 @@ class RingReader:
             return False
         self._words[_WANTS] = 0
         return True
+
+    @property
+    def memory(self) -> tuple[memoryview, memoryview]:
+        """The records and the words, for a `lane`."""
+        return self._data, self._words
+
+    def moved(self, head: int, tail: int, messages: int) -> None:
+        """So many messages were taken up to `tail` by a lane, which told the producer, and saw its index at `head`."""
+        self._head, self.tail, self._told = head, tail, tail
+        self.messages += messages
 
     def sleep_untrusted(self) -> bool:
         """Ask for the bell. False when there is something after all: then nothing is asked for.

@@ -11,7 +11,7 @@ from pvrdma_server.abi.vmw_pvrdma_abi import Sge
 from pvrdma_server.backend import Rdma, SendWr
 from pvrdma_server.backend_soft.codes import OP_READ, OP_WRITE, SIGNALED
 from pvrdma_server.backend_soft.fast_path import SENT, Posted
-from pvrdma_server.backend_soft.wire import NO_IMM, READ_REQUEST
+from pvrdma_server.backend_soft.wire import NO_IMM, READ_REQUEST, WRITE
 
 
 class Wqe:
@@ -150,6 +150,15 @@ class SendQueue:
         self.unacked.append(many)
         self.more += len(many) - 1
         self.flying += many.flying
+
+    def become(self, records: bytes, first: int, psn: int, lkey: int, *, signal_all: bool) -> None:
+        """A lane has left these `SENT` records of WRITEs under way, of the PSNs from `first` on and before `psn`."""
+        self.unacked.clear()
+        self.flying = self.more = 0
+        if records:
+            length_bytes = sum(length for _, _, _, length, *_ in SENT.iter_unpack(records))
+            posted = Posted(psn - first, length_bytes, 0, records)
+            self.add_many(SentMany(posted, first, WRITE, lkey, signal_all=signal_all))
 
     def many_at_head(self) -> SentMany | None:
         """The oldest requests, if they were sent by the short cut."""

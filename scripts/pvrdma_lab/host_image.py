@@ -204,7 +204,8 @@ class TinyKernel:
 
 
 def _extension_sources() -> list[Path]:
-    return sorted((paths.REPOSITORY / "pvrdma_server").glob("_*_build.py"))
+    package = paths.REPOSITORY / "pvrdma_server"
+    return sorted([*package.glob("_*_build.py"), *package.glob("_*.h")])
 
 
 def _extension() -> Path:

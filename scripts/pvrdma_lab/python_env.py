@@ -20,6 +20,7 @@ _EXTENSION_SOURCES = (
     "pvrdma_server/_vfu_build.py",
     "pvrdma_server/_watch_build.py",
     "pvrdma_server/_ring_build.py",
+    "pvrdma_server/_ring_lane.h",
 )
 
 

@@ -32,7 +32,7 @@ from pvrdma_server.abi.pvrdma_verbs import SrqAttr
 from pvrdma_server.backend import RdmaBackend
 from pvrdma_server.backend_soft import SoftBackend, SoftConfig
 from pvrdma_server.caps import DeviceConfig
-from pvrdma_server.device import State
+from pvrdma_server.device import INLINE_BUDGET, State
 from pvrdma_server.journal import MAX_GUEST_WARNINGS
 
 INTERESTING = [0, 1, 2, 3, 4, 7, 15, 16, 17, 64, 255, 256, PAGE, 0xFFFF, 0x8000_0000, 0xFFFF_FFFF]
@@ -330,6 +330,7 @@ class HostileGuestWatched(HostileGuestOnSoft):
     @rule()
     def look(self) -> None:
         self.machine.device.rings_fired(self.watch.fired())
+        self.machine.device.progress(INLINE_BUDGET)
         self.machine.device.moderate()
 
     def teardown(self) -> None:

@@ -18,6 +18,7 @@ from shm_bench import is_ready, shm_bench
 from pvrdma_server.backend_soft import shm_fabric
 from pvrdma_server.backend_soft.carrier import Carrier
 from pvrdma_server.backend_soft.fast_path import Landed, Run
+from pvrdma_server.backend_soft.lane import Drove, Lane
 from pvrdma_server.backend_soft.shm_fabric import MAX_GREETINGS, ShmFabric
 from pvrdma_server.backend_soft.shm_hello import Hello, pack_hello
 from pvrdma_server.backend_soft.shm_memory import make_ring_memory
@@ -56,6 +57,12 @@ class End:
         return None
 
     def landed(self, run: Run, landed: Landed) -> None:
+        raise AssertionError("none were offered")
+
+    def lane(self, peer: Carrier) -> Lane | None:
+        return None
+
+    def drove(self, lane: Lane, drove: Drove) -> None:
         raise AssertionError("none were offered")
 
     def room(self, carrier: Carrier) -> None:

@@ -14,7 +14,9 @@ class Words:
     def __init__(self, make: type[PythonLinger | CLinger]) -> None:
         self.head, self.room = (memoryview(bytearray(64)).cast("Q") for _ in range(2))
         self.stop = bytearray(1)
-        self.linger: Linger = make(self.head, self.room, memoryview(self.stop).toreadonly())
+        self.signalled = memoryview(self.stop).toreadonly()
+        self.look_in_c: tuple[int, int] | None = None
+        self.linger: Linger = make(self.head, self.room, self)
 
 
 @pytest.fixture(params=[PythonLinger, CLinger])

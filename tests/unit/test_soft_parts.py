@@ -213,6 +213,12 @@ class Listener:
     def landed(self, _run: object, _landed: object) -> None:
         raise AssertionError("nothing was offered")
 
+    def lane(self, _peer: object) -> None:
+        return None
+
+    def drove(self, _lane: object, _drove: object) -> None:
+        raise AssertionError("nothing was offered")
+
     def room(self, _carrier: object) -> None:
         self.rooms += 1
 

@@ -12,6 +12,7 @@ from pvrdma_server.abi.pvrdma_dev_api import DeviceCtl, Reg
 from pvrdma_server.abi.pvrdma_verbs import QpState
 from pvrdma_server.abi.vmw_pvrdma_abi import UAR_CQ_ARM, UAR_CQ_ARM_SOL, WcStatus
 from pvrdma_server.caps import DeviceConfig
+from pvrdma_server.device import INLINE_BUDGET
 from pvrdma_server.watches import REPEAT_NS
 
 
@@ -33,6 +34,7 @@ class Watched:
         """As the server does when the watcher's descriptor is readable; how many rings had fired."""
         fired = self.watch.fired()
         self.device.rings_fired(fired)
+        self.device.progress(INLINE_BUDGET)
         return len(fired)
 
 
@@ -139,6 +141,7 @@ def test_tokens_of_rings_that_are_gone_mean_nothing(bed: Watched, qp: Qp) -> Non
     fired = bed.watch.fired()
     qp.destroy()
     bed.device.rings_fired([*fired, 999])
+    bed.device.progress(INLINE_BUDGET)
     assert not bed.watch.words
 
 
