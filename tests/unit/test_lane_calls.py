@@ -249,7 +249,8 @@ def test_requests_are_taken_to_the_end_of_the_row(side: Side) -> None:
     side.sq[0] = side.sq[1] = DEPTH - 2
     for wr_id in range(5):
         side.post(wr_id)
-    assert side.drive().taken == 2
+    drove = side.drive()
+    assert (drove.taken, drove.seen) == (2, Lingered.CHANGED)
     assert side.drive(psn=(PSN + 2) & 0xFF_FFFF, first=(PSN + 2) & 0xFF_FFFF).taken == 3
 
 
@@ -259,6 +260,14 @@ def test_no_more_are_under_way_than_there_is_room(side: Side) -> None:
     assert side.drive(room=3).taken == 3
     side.sq[1] = 0
     assert side.drive(window=250).taken == 3
+
+
+def test_what_is_acknowledged_makes_room(side: Side) -> None:
+    side.sent = [(1, 100)]
+    side.acknowledge(PSN)
+    side.post(2, 100)
+    drove = side.drive(window=100)
+    assert (drove.taken, drove.completions) == (1, 1)
 
 
 @pytest.mark.parametrize("head", [0, 2 * CQ_DEPTH, 1 << 31], ids=str)
