@@ -77,7 +77,7 @@ struct ring_lane {
     int bell_fd; const uint8_t *stop; ring_look look; void *watch; int token;
     int64_t idle_ns, all_ns;
     /* What came of it. */
-    uint32_t landed, answer, answered, ack_psn, acks, taken, posted, completions, unusual, rung;
+    uint32_t landed, answer, answered, ack_psn, acks, taken, posted, completions, rung;
     uint64_t landed_bytes, posted_bytes; int64_t looked_ns;
 };
 """

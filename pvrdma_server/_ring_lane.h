@@ -181,6 +181,9 @@ int ring_drive(struct ring_lane *l)
 {
     int64_t started_ns = now_ns(), seen_ns = started_ns, at_ns = started_ns;
     int why = 1;
+    l->landed = l->answer = l->answered = l->acks = l->taken = l->posted = l->completions = l->rung = 0;
+    l->landed_bytes = l->posted_bytes = 0, l->looked_ns = 0;
+    l->out.unusual = 0;
     for (;;) {
         uint64_t before = moved(l);
         bool go_on = receive(l);

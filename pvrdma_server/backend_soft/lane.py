@@ -8,7 +8,7 @@ which the queue pair catches up. Keys and bounds are looked up for each lane, so
 The C is in `_ring_lane.h`.
 """
 
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from pvrdma_server.backend import SendLane
 from pvrdma_server.backend_soft.codes import OP_WRITE
@@ -63,13 +63,6 @@ class Bell(NamedTuple):
 
     fd: int
     watcher: Looker
-
-
-class Indices(Protocol):
-    """Both ends of a link, as far as a lane moves them."""
-
-    head: int
-    tail: int
 
 
 class Drove(NamedTuple):
@@ -164,21 +157,8 @@ class Driver:
         t.head, t.tail = into
         t.told = t.tail
         lane.idle_ns = idle_ns
-        for number in (
-            "landed",
-            "answer",
-            "answered",
-            "acks",
-            "taken",
-            "posted",
-            "completions",
-            "rung",
-        ):
-            setattr(lane, number, 0)
-        lane.landed_bytes = lane.posted_bytes = lane.looked_ns = 0
         t.dst_qpn, t.src_qpn = what.qpn, what.dest_qpn
         self._out.dst_qpn, self._out.src_qpn = what.dest_qpn, what.qpn
-        self._out.unusual = 0
         held: list[Any] = []
         try:
             self._set_run(what.run, held)
