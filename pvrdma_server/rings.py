@@ -112,6 +112,12 @@ class Ring:
         offset = self._base + (index & self._slot_mask) * self.entry_size
         return self._pages.views_untrusted(offset, self.entry_size)[0]
 
+    def _row(self, index: int) -> memoryview:
+        # The slots from that of the index on, as far as they are in a row.
+        slot = index & self._slot_mask
+        length = (self.capacity - slot) * self.entry_size
+        return self._pages.views_untrusted(self._base + slot * self.entry_size, length)[0]
+
     def used_untrusted(self) -> int:
         """Entries produced and not consumed. Raises as `_indices_untrusted`."""
         return self._indices_untrusted()[3]
@@ -156,10 +162,7 @@ class ConsumerRing(Ring):
         words, _, head, used = self._indices_untrusted()
         if not used and not empty:
             return None
-        slot = head & self._slot_mask
-        length = (self.capacity - slot) * self.entry_size
-        slots = self._pages.views_untrusted(self._base + slot * self.entry_size, length)[0]
-        return words[self._tail :], head, self._index_mask, slots
+        return words[self._tail :], head, self._index_mask, self._row(head)
 
     def skip_untrusted(self, count: int) -> None:
         """Free the slots of the oldest `count` entries, of which whoever peeked has copies.
@@ -220,10 +223,7 @@ class ProducerRing(Ring):
             BadRingIndex, BadGuestAddress: as `push_untrusted`.
         """
         words, tail, _, _ = self._indices_untrusted()
-        slot = tail & self._slot_mask
-        length = (self.capacity - slot) * self.entry_size
-        slots = self._pages.views_untrusted(self._base + slot * self.entry_size, length)[0]
-        return words[self._tail :], tail, self._index_mask, slots
+        return words[self._tail :], tail, self._index_mask, self._row(tail)
 
     def _store(self, index: int, entries: bytes) -> None:
         offset = self._base + (index & self._slot_mask) * self.entry_size
