@@ -153,10 +153,10 @@ static void signal_fd(struct watch *w)
         eventfd_write(w->event_fd, 1);
 }
 
-/* With the mutex held: something was armed, and the thread must not oversleep. */
-static void hurry(struct watch *w)
+/* With the mutex held: something was armed, and the thread must not sleep for longer than that from now on. */
+static void hurry(struct watch *w, int64_t within_ns)
 {
-    if (w->wake_ns == INT64_MAX || w->wake_ns - now_ns() > w->min_sleep_ns)
+    if (w->wake_ns - now_ns() > within_ns)
         pthread_cond_signal(&w->cond);
 }
 
@@ -168,8 +168,8 @@ static void armed(struct watch *w, int slot)
 {
     if (look(w, slot))
         signal_fd(w);
-    else if (!attended(w) || w->wake_ns == INT64_MAX || w->wake_ns - now_ns() > ATTENDED_NS)
-        hurry(w);
+    else
+        hurry(w, attended(w) ? ATTENDED_NS : w->min_sleep_ns);
 }
 
 /* Looks at every armed entry. Returns how many stay armed. */
@@ -434,7 +434,7 @@ void watch_leave(struct watch *w)
 {
     enter(w);
     if (w->attended && w->changes != w->seen)
-        hurry(w);
+        hurry(w, w->min_sleep_ns);
     w->attended = false;
     leave(w);
 }

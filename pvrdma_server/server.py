@@ -284,8 +284,7 @@ class Server:
 
         A way through trio costs as much as all the rest, so what comes meanwhile is looked at here.
         """
-        now_ns = time.monotonic_ns()
-        until_ns = now_ns + ATTEND_NS
+        until_ns = time.monotonic_ns() + ATTEND_NS
         watcher, device, work = self._watcher, self.device, self._work
         work.held = True
         watcher.attend()

@@ -105,6 +105,13 @@ def next_fired(watcher: RingWatcher) -> list[int]:
     return watcher.fired()
 
 
+def serve(watcher: RingWatcher, rings: Rings, token: int) -> None:
+    """The first ring, and none else, has fired."""
+    assert next_fired(watcher) == [token]
+    rings.drain()
+    watcher.rearm(token)
+
+
 # --- firing -----------------------------------------------------------------------------------------------------------
 
 
@@ -145,9 +152,7 @@ def test_rearm_fires_when_words_differ_already(watcher: RingWatcher, rings: Ring
         rings.drain()
         rings.post()
         watcher.rearm(token)
-        assert next_fired(watcher) == [token]
-        rings.drain()
-        watcher.rearm(token)
+        serve(watcher, rings, token)
     watcher.close()
 
 
@@ -402,9 +407,7 @@ def test_who_attends_and_does_not_look_is_told_as_well(watcher: RingWatcher, rin
     watcher.attend()
     for _ in range(20):
         rings.post()
-        assert next_fired(watcher) == [token]
-        rings.drain()
-        watcher.rearm(token)
+        serve(watcher, rings, token)
     watcher.leave()
     watcher.close()
 
@@ -414,9 +417,7 @@ def test_what_came_before_one_left_is_seen(watcher: RingWatcher, rings: Rings) -
     rings.post()
     for _ in range(100):
         watcher.attend()
-        assert next_fired(watcher) == [token]
-        rings.drain()
-        watcher.rearm(token)
+        serve(watcher, rings, token)
         rings.post()
         watcher.leave()
     watcher.close()
