@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from pvrdma_lab.bench_report import circumstances, size_text
+from pvrdma_lab.bench_report import circumstances, markdown_table, size_text
 from pvrdma_lab.bench_rig import KIB, MIB, BenchError
 
 DEVICE, TCP = "pvrdma", "tcp"
@@ -109,13 +109,7 @@ def _table(title: str, cells: list[list[str]]) -> Table:
 
 def markdown(figures: Sequence[Figure]) -> str:
     """The same for docs/performance.md."""
-    return f"{_markdown(rows(figures))}\n\n{_markdown(goal_rows(figures))}"
-
-
-def _markdown(cells: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in cells]
-    lines.insert(1, f"|---|{'---:|' * (len(cells[0]) - 1)}")
-    return "\n".join(lines)
+    return f"{markdown_table(rows(figures))}\n\n{markdown_table(goal_rows(figures))}"
 
 
 def document(figures: Sequence[Figure], lab: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pvrdma_lab.bench_report import circumstances, size_text
+from pvrdma_lab.bench_report import circumstances, markdown_table, size_text
 from pvrdma_lab.bench_rig import KIB, MIB, BenchError
 from pvrdma_lab.host import HostVm
 from pvrdma_lab.old_qemu import RUN
@@ -58,12 +58,6 @@ def rows(figures: Sequence[dict[str, Any]]) -> list[list[str]]:
     return found
 
 
-def _markdown(cells: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in cells]
-    lines.insert(1, "|" + "---:|" * len(cells[0]))
-    return "\n".join(lines)
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench old",
@@ -100,7 +94,7 @@ def main(argv: list[str]) -> int:
     except (BenchError, LabError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    print(_markdown(rows(figures)))
+    print(markdown_table(rows(figures)))
     if wanted.json:
         inside = {"old_qemu": version[0], "rxe_host_kernel": version[1]}
         document = {"circumstances": {**circumstances(), **inside}, "figures": figures}

@@ -26,6 +26,13 @@ def size_text(size: int) -> str:
     return f"{size} B"
 
 
+def markdown_table(cells: Sequence[Sequence[str]]) -> str:
+    """Returns a heading and rows as Markdown; all columns but the first are numbers."""
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    lines.insert(1, f"|---|{'---:|' * (len(cells[0]) - 1)}")
+    return "\n".join(lines)
+
+
 _FORMATS = {
     "size_bytes": ("size", size_text),
     "messages_per_s": ("messages/s", "{:,.0f}".format),
