@@ -1,6 +1,6 @@
 """cffi API-mode builder of `pvrdma_server._ring`: what rings in shared memory need and Python lacks.
 
-Contract: pure C and libc, no state. Every function has a twin in Python; who calls them, and the contract of each, is
+Contract: pure C and libc, no state but of manners (`give_way`). Every function has a twin in Python; who calls them, and the contract of each, is
 in `backend_soft/native`, the only importer. cffi lets the GIL go around each call.
 """
 
@@ -101,6 +101,7 @@ int ring_drive(struct ring_lane *);
 _SOURCE = (
     r"""
 #include <stdbool.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -126,12 +127,32 @@ static void relax(void)
 #endif
 }
 
+/* A yield that takes longer than SHARED_NS was one to somebody; after one longer than LONG_NS there is none for SELDOM
+   times as long. `native` has the same numbers. */
+enum { SHARED_NS = 2000, LONG_NS = 400000, SELDOM = 50 };
+
+/* Between two looks, at `now`: whoever waits for this CPU goes first, for it may be who has to answer. Who keeps it for
+   long does not wait for us, and gets it seldom. True: somebody else ran. */
+static bool give_way(int64_t now)
+{
+    static _Thread_local int64_t again_ns;
+    for (int i = 0; i < 8; i++)
+        relax();
+    if (now < again_ns)
+        return false;
+    sched_yield();
+    int64_t after = now_ns(), took_ns = after - now;
+    if (took_ns > LONG_NS)
+        again_ns = after + SELDOM * took_ns;
+    return took_ns > SHARED_NS;
+}
+
 /* Looks until a word changes (1), `stop` is set or `look` finds something (2) or the time is over (0). `room`, `stop`
    and `look` may be NULL. */
 int ring_linger(const uint64_t *head, uint64_t head_seen, const uint64_t *room, uint64_t room_seen,
                 const uint8_t *stop, ring_look look, void *watch, int64_t limit_ns)
 {
-    int64_t end_ns = now_ns() + limit_ns;
+    int64_t now = now_ns(), end_ns = now + limit_ns;
     do {
         for (int i = 0; i < 32; i++) {
             if (__atomic_load_n(head, __ATOMIC_ACQUIRE) != head_seen)
@@ -144,7 +165,9 @@ int ring_linger(const uint64_t *head, uint64_t head_seen, const uint64_t *room, 
         }
         if (look && look(watch, -1))
             return 2;
-    } while (now_ns() < end_ns);
+        now = now_ns();
+        give_way(now);
+    } while (now < end_ns);
     return 0;
 }
 
@@ -192,8 +215,7 @@ static bool wait_a_little(struct ring_patience *patience, int64_t *each_ns)
     if (*each_ns <= 0 || patience->all_ns <= 0)
         return false;
     int64_t started_ns = now_ns();
-    for (int i = 0; i < 16; i++)
-        relax();
+    give_way(started_ns);
     int64_t took_ns = now_ns() - started_ns + 1;
     *each_ns -= took_ns;
     patience->all_ns -= took_ns;

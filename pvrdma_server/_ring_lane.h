@@ -206,8 +206,8 @@ int ring_drive(struct ring_lane *l)
                 why = 2;
                 break;
             }
-            for (int i = 0; i < 8; i++)
-                relax();
+            if (give_way(now))
+                now = now_ns();
         }
         if (__atomic_load_n(l->stop, __ATOMIC_RELAXED)) {
             why = 2;

@@ -69,7 +69,7 @@ _SOURCE = r"""
 /* Who attends looks at so many rings by itself; at more only the thread does, as ever. */
 #define ATTENDED_MOST 64
 /* How long the thread sleeps meanwhile, in case that somebody attends and does not look. */
-#define ATTENDED_NS 200000
+#define ATTENDED_NS 1000000
 
 enum phase { FREE, ARMED, FIRED, DISARMED };
 

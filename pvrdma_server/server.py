@@ -296,7 +296,7 @@ class Server:
             more = device.progress(WORK_BUDGET)
             now_ns = time.monotonic_ns()
             self._keep_time(now_ns)
-            if not watcher.signalled[0] or now_ns >= until_ns:
+            if now_ns >= until_ns or not watcher.look():
                 break
             fired = watcher.fired()
         work.held = False

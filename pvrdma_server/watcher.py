@@ -79,7 +79,10 @@ class RingWatcher(Protocol):
     look_in_c: tuple[int, int] | None
 
     def attend(self) -> None:
-        """From now on the caller looks at `signalled`, or by `look_in_c`, all the time: nobody else need hurry."""
+        """From now on the caller looks, by `look` or `look_in_c`, all the time: nobody else need hurry."""
+
+    def look(self) -> bool:
+        """For who attends: whether a ring has fired that `fired` has not told. The one in C looks now."""
 
     def leave(self) -> None:
         """The caller goes to sleep."""
@@ -209,6 +212,10 @@ class CWatcher:
         """See `RingWatcher`."""
         if self._stop.alive:
             self._lib.watch_attend(self._watch)
+
+    def look(self) -> bool:
+        """See `RingWatcher`."""
+        return self._stop.alive and bool(self._lib.watch_look(self._watch, -1))
 
     def leave(self) -> None:
         """See `RingWatcher`."""
@@ -359,6 +366,10 @@ class PythonWatcher:
 
     def attend(self) -> None:
         """See `RingWatcher`. The thread goes on as ever: it needs the GIL for its looks, as its caller does."""
+
+    def look(self) -> bool:
+        """See `RingWatcher`."""
+        return bool(self.signalled[0])
 
     def leave(self) -> None:
         """See `RingWatcher`."""

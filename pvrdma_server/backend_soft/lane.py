@@ -24,7 +24,7 @@ from pvrdma_server.backend_soft.native import Looker, extension, look_in_c
 from pvrdma_server.backend_soft.wire import MAX_CHUNK_BYTES
 
 # How long other queue pairs, peers and tasks wait at most for one that goes on and on.
-LANE_NS: Final = 300_000
+LANE_NS: Final = 1_000_000
 # Requests under way that a lane can begin with.
 MAX_RECORDS: Final = 256
 

@@ -22,6 +22,10 @@ except ImportError:  # not built: the forms in Python
 
 # x86 keeps stores in order and loads in order by itself; elsewhere publishing needs the fence, too.
 _IN_ORDER: Final = platform.machine() in ("x86_64", "AMD64", "i686")
+# Of a yield that somebody else made use of for so long there is none for so many times as long: who keeps the CPU does
+# not wait for us. The same numbers as in C.
+_LONG_NS: Final = 400_000
+_SELDOM: Final = 50
 # Somebody else must be able to run meanwhile, or waiting is only in the way.
 LINGER_PAYS: Final = len(os.sched_getaffinity(0)) > 1
 
@@ -80,7 +84,10 @@ def look_in_c(looker: Looker | None) -> tuple[Any, Any]:
 
 
 class Linger(Protocol):
-    """Looks at an index of each of a link's rings, and asks a `Looker` whether something else is to be done."""
+    """Looks at an index of each of a link's rings, and asks a `Looker` whether something else is to be done.
+
+    Between two looks whoever waits for this CPU gets it: it may be the peer, or the guest.
+    """
 
     def wait(self, head: int, room: int | None, limit_ns: int) -> int:
         """Look until an index is not `head`, or not `room` (None: never mind), or there is something else."""
@@ -101,6 +108,7 @@ class PythonLinger:
         self._head = memoryview(head).cast("B")[:8].cast("Q")
         self._room = memoryview(room).cast("B")[:8].cast("Q")
         self._stop = looker.signalled if looker is not None else None
+        self._again_ns = 0
 
     def wait(self, head: int, room: int | None, limit_ns: int) -> int:
         """See `Linger`."""
@@ -111,8 +119,14 @@ class PythonLinger:
                 return Lingered.CHANGED
             if stop is not None and stop[0]:
                 return Lingered.STOPPED
-            if time.monotonic_ns() >= end_ns:
+            now_ns = time.monotonic_ns()
+            if now_ns >= end_ns:
                 return Lingered.NOTHING
+            if now_ns >= self._again_ns:
+                os.sched_yield()
+                after_ns = time.monotonic_ns()
+                if after_ns - now_ns > _LONG_NS:
+                    self._again_ns = after_ns + _SELDOM * (after_ns - now_ns)
 
     def release(self) -> None:
         """See `Linger`."""

@@ -397,7 +397,23 @@ def test_who_attends_finds_by_itself_what_fires(rings: Rings) -> None:
     rings.drain(0)
     watcher.rearm(token)
     rings.post(0)
-    assert looks(watcher)
+    assert watcher.look()
+    assert next_fired(watcher) == [token]
+    assert not watcher.look()
+    watcher.leave()
+    watcher.close()
+    assert not watcher.look()
+
+
+def test_who_attends_sees_what_the_thread_found(watcher: RingWatcher, rings: Rings) -> None:
+    token = watcher.add(rings.state())
+    watcher.attend()
+    assert not watcher.look()
+    rings.post()
+    deadline = time.monotonic() + 10
+    while not watcher.look():
+        assert time.monotonic() < deadline
+    assert next_fired(watcher) == [token]
     watcher.leave()
     watcher.close()
 
