@@ -1,7 +1,7 @@
 """cffi API-mode builder of `pvrdma_server._ring`: what rings in shared memory need and Python lacks.
 
-Contract: pure C and libc, no state but of manners (`give_way`). Every function has a twin in Python; who calls them, and the contract of each, is
-in `backend_soft/native`, the only importer. cffi lets the GIL go around each call.
+Contract: pure C and libc, no state but of manners (`give_way`). Every function has a twin in Python; who calls them,
+and the contract of each, is in `backend_soft/native`, the only importer. cffi lets the GIL go around each call.
 """
 
 import os
@@ -63,12 +63,18 @@ struct ring_answers {
     uint32_t completed, messages; uint64_t bytes;
 };
 
+struct ring_row { uint8_t *at; uint32_t slots; };
+/* Slots of a queue from one on, around its ring; rows before `next` are used. */
+struct ring_rows { struct ring_row rows[16]; uint32_t count, next; };
+
 struct ring_lane {
     /* Both rings, with the calls of fast_path. `lands`, `sends`: which of them are wanted. */
     struct ring_landing in;
     struct ring_posting out;
+    struct ring_rows sq_rows;
     uint32_t lands, sends;
     /* The completion queue: words, `cq_slots` slots in a row from that of `cq_tail` on, what is always the same. */
+    struct ring_rows cq_rows;
     uint32_t *cq_words; uint8_t *cq_entries; uint32_t cq_tail, cq_mask, cq_capacity, cq_slots; uint8_t cqe[64];
     /* Requests sent and not completed, `done` to `count`, from PSN `first` on; the last PSN acknowledged. */
     struct ring_sent records[512]; uint32_t done, count, first, acked, room, signal_all, report;

@@ -37,6 +37,12 @@ static void tell(struct ring_lane *l)
     }
 }
 
+/* The row in which a queue goes on, or NULL. */
+static const struct ring_row *next_row(struct ring_rows *rows)
+{
+    return rows->next < rows->count ? &rows->rows[rows->next++] : NULL;
+}
+
 /* Publishes the completions of what was acknowledged; false: the queue cannot take them here. */
 static bool complete(struct ring_lane *l)
 {
@@ -48,6 +54,9 @@ static bool complete(struct ring_lane *l)
         if (((l->acked - last) & PSN_MASK) >= PSN_HALF)
             break;
         if (r->flags & SIGNALED || l->signal_all) {
+            const struct ring_row *row;
+            if (!l->cq_slots && (row = next_row(&l->cq_rows)))
+                l->cq_entries = row->at, l->cq_slots = row->slots;
             uint32_t head = __atomic_load_n(&l->cq_words[1], __ATOMIC_ACQUIRE);
             if (!l->cq_slots || head & ~l->cq_mask || ((l->cq_tail - head) & l->cq_mask) >= l->cq_capacity) {
                 ok = false;
@@ -139,10 +148,14 @@ static void answer(struct ring_lane *l)
 static bool post(struct ring_lane *l)
 {
     struct ring_posting *p = &l->out;
+    const struct ring_row *row;
     if (!l->sends || __atomic_load_n(p->prod_tail, __ATOMIC_ACQUIRE) == p->cons_head)
         return true;
-    if (!p->slots)
-        return false;
+    if (!p->slots) {
+        if (!(row = next_row(&l->sq_rows)))
+            return false;
+        p->entries = row->at, p->slots = row->slots;
+    }
     if (l->done) {
         l->count -= l->done;
         memmove(l->records, l->records + l->done, l->count * sizeof l->records[0]);

@@ -151,7 +151,7 @@ class CompletionSlots(NamedTuple):
         tail: our index, of the first slot.
         index_mask: what indices run modulo, less one.
         capacity: of the queue.
-        slots: the slots from the first on, as far as they are in a row.
+        rows: slots from the first on around the ring, row by row; not always all of them.
         template: a successful completion of an RDMA WRITE, but for its wr_id (8 bytes at 0) and byte_len (4 at 24).
         report: somebody waits to be told: not too many in one go.
     """
@@ -160,15 +160,23 @@ class CompletionSlots(NamedTuple):
     tail: int
     index_mask: int
     capacity: int
-    slots: memoryview
+    rows: Sequence[memoryview]
     template: bytes
     report: bool
 
 
 class SendLane(NamedTuple):
-    """Both ends of a queue pair's sends. `watch_token`: who watches for entries in it (-1: nobody)."""
+    """Both ends of a queue pair's sends.
+
+    Attributes:
+        entries: what is posted, if anything is.
+        rows: slots from the first of them on around the ring, row by row; not always all of them.
+        completions: where its completions go.
+        watch_token: who watches for entries (-1: nobody).
+    """
 
     entries: SendEntries
+    rows: Sequence[memoryview]
     completions: CompletionSlots
     watch_token: int
 

@@ -168,11 +168,11 @@ class Cq:
         if self.failed or self.backlog:
             return None
         try:
-            words, index, mask, slots = self.ring.free_untrusted()
+            words, index, mask, rows = self.ring.rows_untrusted()
         except GuestError:
             return None  # who completes something will say so
         report = not self.moderated and self.armed == Armed.NEXT
-        return CompletionSlots(words, index, mask, self.ring.capacity, slots, template, report)
+        return CompletionSlots(words, index, mask, self.ring.capacity, rows, template, report)
 
     def filled_slots(self) -> None:
         """Completions were published in what `slots` gave; none of them is solicited."""
@@ -441,12 +441,12 @@ class Qp:
         if done is None:
             return None
         try:
-            peeked = self.sq.peek_untrusted(empty=True)
+            words, head, mask, rows = self.sq.rows_untrusted()
         except GuestError:
             return None  # `pop_send` will say so
-        assert peeked is not None
         token = self.sq.watch_token
-        return SendLane(self._entries(peeked), done, -1 if token is None else token)
+        entries = self._entries((words, head, mask, rows[0]))
+        return SendLane(entries, rows, done, -1 if token is None else token)
 
     def drove(self, sends: int, completions: int) -> None:
         """See `backend.QpOwner`."""

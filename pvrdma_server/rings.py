@@ -19,6 +19,9 @@ from pvrdma_server.abi.pvrdma_dev_api import RING_STATE_RX, RING_STATE_TX
 from pvrdma_server.errors import BadRingIndex
 from pvrdma_server.guest_memory import PAGE_SHIFT, PAGE_SIZE, GuestPages
 
+# Of a ring shown row by row: a page may be a row, and each takes a view.
+_SHOWN_BYTES: Final = 8 * PAGE_SIZE
+
 TX_STATE_OFFSET: Final = RING_STATE_TX
 RX_STATE_OFFSET: Final = RING_STATE_RX
 
@@ -118,6 +121,14 @@ class Ring:
         length = (self.capacity - slot) * self.entry_size
         return self._pages.views_untrusted(self._base + slot * self.entry_size, length)[0]
 
+    def _rows(self, index: int) -> list[memoryview]:
+        # The slots from that of the index on, around the ring, as many as are shown.
+        slot, size = index & self._slot_mask, self.entry_size
+        shown = min(self.capacity, _SHOWN_BYTES // size)
+        ahead = min(shown, self.capacity - slot)
+        views = self._pages.views_untrusted(self._base + slot * size, ahead * size)
+        return views + self._pages.views_untrusted(self._base, (shown - ahead) * size)
+
     def used_untrusted(self) -> int:
         """Entries produced and not consumed. Raises as `_indices_untrusted`."""
         return self._indices_untrusted()[3]
@@ -147,10 +158,8 @@ class ConsumerRing(Ring):
         words[self._head] = (head + count) & self._index_mask
         return entries
 
-    def peek_untrusted(
-        self, *, empty: bool = False
-    ) -> tuple[memoryview, int, int, memoryview] | None:
-        """What has been produced, to be looked at and then skipped; None when there is nothing, unless `empty`.
+    def peek_untrusted(self) -> tuple[memoryview, int, int, memoryview] | None:
+        """What has been produced, to be looked at and then skipped; None when there is nothing.
 
         Returns:
             A view that begins with `prod_tail`, `cons_head`, the indices' mask, and the entries from the oldest on,
@@ -160,9 +169,18 @@ class ConsumerRing(Ring):
             BadRingIndex, BadGuestAddress: as `pop_untrusted`.
         """
         words, _, head, used = self._indices_untrusted()
-        if not used and not empty:
+        if not used:
             return None
         return words[self._tail :], head, self._index_mask, self._row(head)
+
+    def rows_untrusted(self) -> tuple[memoryview, int, int, list[memoryview]]:
+        """The same, whether or not there is anything, with slots around the ring, row by row: 32 KiB at most.
+
+        Raises:
+            BadRingIndex, BadGuestAddress: as `pop_untrusted`.
+        """
+        words, _, head, _ = self._indices_untrusted()
+        return words[self._tail :], head, self._index_mask, self._rows(head)
 
     def skip_untrusted(self, count: int) -> None:
         """Free the slots of the oldest `count` entries, of which whoever peeked has copies.
@@ -216,14 +234,16 @@ class ProducerRing(Ring):
         words[self._tail] = (tail + count) & self._index_mask
         return count * size == len(entries)
 
-    def free_untrusted(self) -> tuple[memoryview, int, int, memoryview]:
-        """A view that begins with both indices, `prod_tail`, the indices' mask, and the slots from there on in a row.
+    def rows_untrusted(self) -> tuple[memoryview, int, int, list[memoryview]]:
+        """A view that begins with both indices, `prod_tail`, the indices' mask, and slots from there on.
+
+        They go on around the ring, row by row, 32 KiB at most.
 
         Raises:
             BadRingIndex, BadGuestAddress: as `push_untrusted`.
         """
         words, tail, _, _ = self._indices_untrusted()
-        return words[self._tail :], tail, self._index_mask, self._row(tail)
+        return words[self._tail :], tail, self._index_mask, self._rows(tail)
 
     def _store(self, index: int, entries: bytes) -> None:
         offset = self._base + (index & self._slot_mask) * self.entry_size

@@ -8,6 +8,7 @@ which the queue pair catches up. Keys and bounds are looked up for each lane, so
 The C is in `_ring_lane.h`.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from pvrdma_server.backend import SendLane
@@ -27,6 +28,8 @@ from pvrdma_server.backend_soft.wire import MAX_CHUNK_BYTES
 LANE_NS: Final = 1_000_000
 # Requests under way that a lane can begin with.
 MAX_RECORDS: Final = 256
+# Of a queue: the length of the array in C.
+_MAX_ROWS: Final = 16
 
 
 class Sends(NamedTuple):
@@ -195,9 +198,9 @@ class Driver:
         lane.first, p.psn, lane.acked, lane.room, lane.flying, lane.window = sends[4:]
         entries, done = owner.entries, owner.completions
         p.cons_head, p.index_mask, p.entry_size = entries[1], entries[2], entries[4]
-        p.slots, p.chunk = len(entries.slots) // entries.entry_size, what.chunk_bytes
+        p.chunk, p.slots, lane.cq_slots = what.chunk_bytes, 0, 0
         p.prod_tail = self._hold(held, "uint32_t[]", entries.prod_tail, writable=True)
-        p.entries = self._hold(held, "uint8_t[]", entries.slots)
+        self._set_rows(lane.sq_rows, owner.rows, entries.entry_size, held)
         memory = self._hold(held, "uint8_t[]", piece.memory)
         p.piece = (piece.address, len(piece.memory), memory)
         self._records[: len(records)] = records
@@ -208,10 +211,17 @@ class Driver:
             owner.watch_token,
         )
         lane.cq_words = self._hold(held, "uint32_t[]", done.prod_tail, writable=True)
-        lane.cq_entries = self._hold(held, "uint8_t[]", done.slots, writable=True)
+        self._set_rows(lane.cq_rows, done.rows, len(done.template), held)
         lane.cq_tail, lane.cq_mask, lane.cq_capacity = done.tail, done.index_mask, done.capacity
-        lane.cq_slots = len(done.slots) // len(done.template)
         self._cqe[:] = done.template
+
+    def _set_rows(
+        self, rows: Any, views: Sequence[memoryview], slot_bytes: int, held: list[Any]
+    ) -> None:
+        for at, view in enumerate(views[:_MAX_ROWS]):
+            memory = self._hold(held, "uint8_t[]", view, writable=True)
+            rows.rows[at] = (memory, len(view) // slot_bytes)
+        rows.count, rows.next = min(len(views), _MAX_ROWS), 0
 
     def _result(self, seen: int) -> Drove:
         lane, t, p = self._lane, self._into, self._out

@@ -3,6 +3,7 @@
 import random
 import socket
 import struct
+from array import array
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -35,6 +36,14 @@ SIGNALED = 2
 
 def between(fenced: bytearray) -> memoryview:
     return memoryview(fenced)[PAGE:-PAGE]
+
+
+def rows(ring: memoryview, size: int, index: int, most: int) -> list[memoryview]:
+    """The ring's slots from that of the index on, around it, up to `most` in a row."""
+    first, count = index % (len(ring) // size), len(ring) // size
+    starts = [*range(first, count, most), *range(0, first, most)]
+    ends = [min(start + most, count if start >= first else first) for start in starts]
+    return [ring[a * size : b * size] for a, b in zip(starts, ends, strict=True)]
 
 
 class Side:
@@ -94,20 +103,21 @@ class Side:
             if lands
             else None
         )
-        slot = self.cq[0] % CQ_DEPTH
+        row_slots, shown = changes.pop("row_slots", DEPTH), changes.pop("shown", None)
+        cqes = rows(self.cqes, CQE_BYTES, self.cq[0], row_slots)[:shown]
         done = CompletionSlots(
-            self.cq, self.cq[0], 2 * CQ_DEPTH - 1, CQ_DEPTH, self.cqes[slot * CQE_BYTES :], bytes([3]) * CQE_BYTES,
+            self.cq, self.cq[0], 2 * CQ_DEPTH - 1, CQ_DEPTH, cqes, bytes([3]) * CQE_BYTES,
             changes.pop("report", False),
         )  # fmt: skip
         head = self.sq[1]
-        entries = SendEntries(
-            self.sq, head, 2 * DEPTH - 1, self.slots[(head % DEPTH) * ENTRY_BYTES :], ENTRY_BYTES, False
-        )  # fmt: skip
+        slots = rows(self.slots, ENTRY_BYTES, head, row_slots)[:shown]
+        entries = SendEntries(self.sq, head, 2 * DEPTH - 1, slots[0], ENTRY_BYTES, False)
         records = b"".join(
             SENT.pack(wr_id, 0, BASE, length, 0, SIGNALED, 1) for wr_id, length in self.sent
         )
         values: dict[str, Any] = {
-            "owner": SendLane(entries, done, -1), "lkey": LKEY, "piece": Piece(BASE, self.source), "records": records,
+            "owner": SendLane(entries, slots, done, -1), "lkey": LKEY, "piece": Piece(BASE, self.source),
+            "records": records,
             "first": self.first & 0xFF_FFFF, "psn": (self.first + len(self.sent)) & 0xFF_FFFF,
             "acked": (self.first - 1) & 0xFF_FFFF, "room": DEPTH, "flying": sum(n for _, n in self.sent),
             "window": 1 << 20,
@@ -245,15 +255,6 @@ def test_a_send_queue_whose_index_cannot_be_is_left(side: Side, tail: int) -> No
     assert (drove.taken, side.sq[1], drove.unusual) == (0, 0, True)
 
 
-def test_requests_are_taken_to_the_end_of_the_row(side: Side) -> None:
-    side.sq[0] = side.sq[1] = DEPTH - 2
-    for wr_id in range(5):
-        side.post(wr_id)
-    drove = side.drive()
-    assert (drove.taken, drove.seen) == (2, Lingered.CHANGED)
-    assert side.drive(psn=(PSN + 2) & 0xFF_FFFF, first=(PSN + 2) & 0xFF_FFFF).taken == 3
-
-
 def test_no_more_are_under_way_than_there_is_room(side: Side) -> None:
     for wr_id in range(10):
         side.post(wr_id, 100)
@@ -281,14 +282,6 @@ def test_a_completion_queue_without_room_is_left(side: Side, head: int) -> None:
     assert drove.seen == Lingered.CHANGED
     assert len(drove.records) == SENT.size
     assert not any(side.cqes)
-
-
-def test_completions_end_with_the_row(side: Side) -> None:
-    side.cq[0] = side.cq[1] = CQ_DEPTH - 1
-    side.sent = [(1, 8), (2, 8)]
-    side.acknowledge(PSN + 1)
-    assert side.drive().completions == 1
-    assert side.completed() == [(1, 8)]
 
 
 def test_who_waits_to_be_told_is_told_at_once(side: Side) -> None:
@@ -378,3 +371,32 @@ def test_any_bytes_anywhere(
         assert drove.posted >= drove.taken
         assert (side.cq[0] - drove.completions) % (2 * CQ_DEPTH) == 0
         assert side.sq[1] == drove.taken
+
+
+@pytest.mark.parametrize("row_slots", [1, 3, 7])
+def test_queues_that_lie_row_by_row_are_one_lane(side: Side, row_slots: int) -> None:
+    # Around both rings: they begin in the middle of a row, and go on at the start.
+    side.sq[:], side.cq[:] = (array("I", [2 * DEPTH - 5] * 2), array("I", [CQ_DEPTH + 3] * 2))
+    side.sent = [(100 + n, 10 + n) for n in range(6)]
+    side.acknowledge(PSN + 5)
+    for wr_id in range(9):
+        side.post(wr_id, 8 + wr_id)
+    drove = side.drive(row_slots=row_slots)
+    assert (drove.taken, drove.completions, drove.seen) == (9, 6, Lingered.NOTHING)
+    assert side.completed() == [(100 + n, 10 + n) for n in range(6)]
+    writes = [payload for kind, _, payload in side.said() if kind == WRITE]
+    assert writes == [bytes(side.source[: 8 + n]) for n in range(9)]
+    assert side.sq[1] == 4
+
+
+def test_a_lane_ends_where_its_rows_do(side: Side) -> None:
+    for wr_id in range(5):
+        side.post(wr_id)
+    drove = side.drive(row_slots=2, shown=2)
+    assert (drove.taken, drove.seen) == (4, Lingered.CHANGED)
+    assert side.sq[1] == 4
+    side.sent, side.first = [(1, 1), (2, 2), (3, 3)], PSN + 4
+    side.acknowledge(PSN + 6)
+    drove = side.drive(row_slots=1, shown=2)
+    assert (drove.completions, drove.seen) == (2, Lingered.CHANGED)
+    assert side.completed() == [(1, 1), (2, 2)]

@@ -183,6 +183,28 @@ def test_many_popped_at_once_are_the_oldest(tail: int, used: int, most: int, siz
         ring.close()
 
 
+@pytest.mark.parametrize("entries", [16, 128, 1024])
+@pytest.mark.parametrize("index", [0, 1, 15, 16, 100, 127, 1000, 2047])
+def test_rows_are_the_slots_around_the_ring(entries: int, index: int) -> None:
+    # Slots of 128 bytes: 32 to a page, and 256 are shown.
+    made = Fixture(entries, 128)
+    index %= 2 * entries
+    for slot in range(entries):
+        made.dir.write(PAGE + slot * 128, slot.to_bytes(4, "little"))
+    made.set(index, index)
+    for ring in (made.producer, made.consumer):
+        words, first, mask, rows = ring.rows_untrusted()
+        assert (words[0], words[1], first, mask) == (index, index, index, 2 * entries - 1)
+        seen = [
+            int.from_bytes(row[at : at + 4], "little")
+            for row in rows
+            for at in range(0, len(row), 128)
+        ]
+        assert seen == [(index + n) % entries for n in range(min(entries, 256))]
+    del words, rows
+    made.close()
+
+
 def test_a_popped_entry_is_a_snapshot() -> None:
     ring = Fixture(8, 64)
     ring.dir.write(PAGE, b"before" + bytes(58))

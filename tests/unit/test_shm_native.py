@@ -71,7 +71,7 @@ def test_without_the_byte() -> None:
     assert linger.wait(0, None, SHORT_NS) == Lingered.NOTHING
 
 
-# --- manners: who else wants the CPU ------------------------------------------------------------------------------------
+# --- manners: who else wants the CPU ----------------------------------------------------------------------------------
 
 # Whatever else runs on this machine takes its share: what is shown has to be seen once within so long.
 TRIES_S = 30.0
