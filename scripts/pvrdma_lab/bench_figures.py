@@ -212,6 +212,7 @@ def latencies(folder: Path, options: RigOptions, sizes: Sequence[int]) -> list[L
         servers = (a.server, b.server)
         for size in sizes:
             game = PingPong(*pair, size)
+            ping_pong(game, servers, 2000, 0.0)  # the first touch of memory costs faults
             for awake in (True, False):
                 rounds, pause_s = (2000, 0.0) if awake else (100, _PAUSE_S)
                 times, *cpu_s = ping_pong(game, servers, rounds, pause_s)
