@@ -307,10 +307,11 @@ def create_qp(ctx: Context, request: api.CmdCreateQp) -> tuple[int, int]:
 
 
 def connect(a: Qp, b: Qp, gid_a: bytes, gid_b: bytes, **rts: Any) -> None:
-    """Two RC queue pairs from RESET to RTS, each other's peers."""
+    """Two RC queue pairs from RESET to RTS, each other's peers. Each may ask for as many READs as the other."""
+    rtr = {"max_dest_rd_atomic": rts["max_rd_atomic"]} if "max_rd_atomic" in rts else {}
     a.to_init()
     b.to_init()
-    a.to_rtr(dest_qpn=b.qpn, dgid=gid_b)
-    b.to_rtr(dest_qpn=a.qpn, dgid=gid_a)
+    a.to_rtr(dest_qpn=b.qpn, dgid=gid_b, **rtr)
+    b.to_rtr(dest_qpn=a.qpn, dgid=gid_a, **rtr)
     a.to_rts(**rts)
     b.to_rts(**rts)

@@ -101,7 +101,7 @@ def plot(path: Path, memcpy: float, rates: Sequence[Rate]) -> None:
         BenchError: matplotlib is missing.
     """
     try:
-        from matplotlib import pyplot as plt  # type: ignore[import-not-found]
+        from matplotlib import pyplot as plt  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise BenchError("--plot needs matplotlib: pip install matplotlib") from None
     figure, axes = plt.subplots(figsize=(8, 5))

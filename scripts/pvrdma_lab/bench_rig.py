@@ -25,6 +25,7 @@ from pvrdma_server.abi import pvrdma_dev_api as api
 from pvrdma_server.abi import vmw_pvrdma_abi as abi
 from pvrdma_server.abi.pvrdma_verbs import AccessFlags
 from pvrdma_server.abi.vmw_pvrdma_abi import WcStatus, WrOpcode
+from pvrdma_server.backend_soft.config import SoftConfig
 from pvrdma_server.status import read_status
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -38,7 +39,7 @@ SMALL_DEPTH: Final = 16
 _SMALL_CQ: Final = 64
 _SHARED_CQ: Final = 1024
 _START_S: Final = 30.0
-_READS: Final = 16
+_READS: Final = SoftConfig().max_qp_rd_atom
 _ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ
 _STATUS = struct.Struct("<I")
 _STATUS_AT = abi.CQE.fields["status"].offset

@@ -4,7 +4,9 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from guest import (
@@ -32,6 +34,7 @@ from pvrdma_server.abi.vmw_pvrdma_abi import Cqe, WcStatus
 from pvrdma_server.backend import SendEntries
 from pvrdma_server.backend_soft import fast_path, native, shm_ring
 from pvrdma_server.backend_soft.codes import FENCE, OP_READ, OP_WRITE, REMOTE_WRITE
+from pvrdma_server.backend_soft.config import SoftConfig
 from pvrdma_server.backend_soft.fast_path import (
     ASKED,
     MAX_ASKED,
@@ -94,6 +97,7 @@ class Two:
     sq_sig_all: bool = False
     short_cut: bool = True
     in_a_row: bool = False
+    reads: int = 4
 
     def __post_init__(self) -> None:
         world = World()
@@ -106,7 +110,7 @@ class Two:
             Kernel(driver).add_gid(gid)
             self.processes.append(UserProcess(driver))
         self.a, self.b = (self._qp(process) for process in self.processes)
-        connect(self.a, self.b, *self.gids)
+        connect(self.a, self.b, *self.gids, max_rd_atomic=self.reads)
         make = _in_a_row if self.in_a_row else UserProcess.mr
         self.source, self.target = (make(process, SIZE) for process in self.processes)
         self.source.write(random.Random(7).randbytes(SIZE))
@@ -588,6 +592,32 @@ def test_the_short_cut_is_taken(two: Two, monkeypatch: pytest.MonkeyPatch) -> No
     for kind in (READ_REQUEST, READ_RESPONSE):
         assert (landed[kind] > DEPTH - 10) == two.short_cut
         assert calls[kind] <= DEPTH // 2 + 5  # half of guest_qp's max_rd_atomic at a time
+
+
+@built
+def test_as_many_reads_are_under_way_as_the_device_allows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limit = SoftConfig().max_qp_rd_atom
+    most = 0
+    take = Landing.take_untrusted
+
+    def spy(self: Landing, run: Run, tail: int, head: int) -> Landed:
+        nonlocal most
+        found = take(self, run, tail, head)
+        if run.kind == READ_REQUEST:
+            most = max(most, found.messages)
+        return found
+
+    monkeypatch.setattr(Landing, "take_untrusted", spy)
+    with closing(Two(str(tmp_path), in_a_row=True, reads=limit)) as two:
+        two.target.write(random.Random(9).randbytes(SIZE))
+        for number in range(DEPTH):
+            two.read(2048 * number, 2048, number)
+        assert ids(two.go()) == list(range(DEPTH))
+        assert two.source.read() == two.target.read()
+        no_trouble(two)
+    assert limit // 2 < most <= limit
 
 
 # --- the consumer's end, and whatever a hostile producer writes -------------------------------
