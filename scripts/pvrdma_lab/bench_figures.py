@@ -4,8 +4,9 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from guest import PAGE, Mr
@@ -35,6 +36,7 @@ _PAUSE_S = 0.01
 _RING = 4 * MIB
 _STEP = 64 * KIB
 _COPIES_S = 20.0
+_TURNS = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,16 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A stream beside things that are not used, over the same stream without them. 1.0: they cost nothing."""
+    """A stream beside things that are not used, over one without them: medians of `_TURNS` by turns.
+
+    1.0: they cost nothing. The middle half of the CPU ratios is from `cpu_low` to `cpu_high`.
+    """
 
     beside: str
     size_bytes: int
     cpu_ratio: float
+    cpu_low: float
+    cpu_high: float
     rate_ratio: float
 
 
@@ -155,16 +162,14 @@ def two_copies_gb_per_s(a: BenchRam, b: BenchRam) -> float:
 
 
 def _stream(
-    pair: tuple[BenchQp, BenchQp], operation: str, size: int, window: int, total: int, repeats: int
-) -> Taken:
-    """The best of some runs of one stream."""
+    pair: tuple[BenchQp, BenchQp], operation: str, size: int, window: int, total: int
+) -> Callable[[], Taken]:
+    """A stream, of which each call is a run."""
     every = max(1, min(16, window // 4))
     stream = Stream(*pair, operation, size, window, every)
     look_s = _LOOK_S if size * window > 4 * MIB else _QUICK_LOOK_S
     servers = [qp.station.server for qp in pair]
-    messages = messages_for(size, total, every)
-    taken = [run([stream], servers, messages, look_s) for _ in range(repeats)]
-    return min(taken, key=lambda each: each.seconds)
+    return partial(run, [stream], servers, messages_for(size, total, every), look_s)
 
 
 def rates(
@@ -183,7 +188,8 @@ def rates(
             for size in sizes:
                 pair = connected(a, b)
                 chosen = window or window_of(size)
-                taken = _stream(pair, operation, size, chosen, total, repeats)
+                once = _stream(pair, operation, size, chosen, total)
+                taken = min((once() for _ in range(repeats)), key=lambda each: each.seconds)
                 for qp in pair:
                     qp.destroy()
                 after = copying()
@@ -289,16 +295,17 @@ def idle(folder: Path, counts: Sequence[int]) -> list[Idle]:
 
 
 def growth(folder: Path, sizes: Sequence[int], total: int) -> list[Growth]:
-    """The same streams without and with a thousand idle queue pairs, a hundred regions, eight peers."""
+    """Streams without and with a thousand idle queue pairs, a hundred regions, eight peers, by turns."""
     found = []
     for beside, count in (("1000 queue pairs", 2), ("100 regions", 2), ("8 peers", 9)):
-        at = folder / beside.replace(" ", "-")
+        at, plain = (
+            folder / f"{beside.replace(' ', '-')}-{which}" for which in ("with", "without")
+        )
         at.mkdir()
-        with rig(at, RigOptions(count)) as stations:
+        plain.mkdir()
+        with rig(plain, RigOptions(2)) as without, rig(at, RigOptions(count)) as stations:
             a, b = stations[:2]
-            pair = connected(a, b)
-            # Twice the same length of time to warm up, and the best of several: what differs is what stands beside.
-            before = [_stream(pair, "WRITE", size, window_of(size), total, 5) for size in sizes]
+            pairs = connected(*without), connected(a, b)
             if beside == "1000 queue pairs":
                 for _ in range(1000):
                     connected_idle(a, b)
@@ -308,11 +315,18 @@ def growth(folder: Path, sizes: Sequence[int], total: int) -> list[Growth]:
             else:
                 for other in stations[2:]:
                     _greet(connected_small(a, other))
-            after = [_stream(pair, "WRITE", size, window_of(size), total, 5) for size in sizes]
-        for size, one, two in zip(sizes, before, after, strict=True):
-            rate = (two.messages / two.seconds) / (one.messages / one.seconds)
-            found.append(Growth(beside, size, two.cpu_s / one.cpu_s, rate))
+            found += [_grown(beside, pairs, size, total) for size in sizes]
     return found
+
+
+def _grown(beside: str, pairs: Sequence[tuple[BenchQp, BenchQp]], size: int, total: int) -> Growth:
+    one, two = (_stream(pair, "WRITE", size, window_of(size), total) for pair in pairs)
+    one(), two()  # the first touch of memory costs faults
+    turns = [(one(), two()) for _ in range(_TURNS)]
+    cpu = [b.cpu_s / a.cpu_s for a, b in turns]
+    rate = statistics.median(a.seconds / b.seconds for a, b in turns)
+    low, middle, high = statistics.quantiles(cpu, n=4)
+    return Growth(beside, size, middle, low, high, rate)
 
 
 def _regions(station: Station, count: int) -> list[Mr]:

@@ -47,6 +47,8 @@ _FORMATS = {
     "cpu_percent": ("% of a core", "{:.2f}".format),
     "memory_mib": ("own memory MiB", "{:.1f}".format),
     "cpu_ratio": ("CPU ratio", "{:.2f}".format),
+    "cpu_low": ("of half from", "{:.2f}".format),
+    "cpu_high": ("to", "{:.2f}".format),
     "rate_ratio": ("rate ratio", "{:.2f}".format),
 }
 
