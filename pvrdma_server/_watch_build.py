@@ -66,8 +66,9 @@ _SOURCE = r"""
 /* After a long quiet time a sleep may last one part in so many of it. */
 #define QUIET_PER_SLEEP 64
 #define GENERATIONS 0x7fff
-/* Who attends looks at so many rings by itself; at more only the thread does, as ever. */
-#define ATTENDED_MOST 64
+/* Who attends looks at so many rings at once, and at all of them in turn; at more only the thread does, as ever. */
+#define LOOKED_AT 64
+#define ATTENDED_MOST 4096
 /* How long the thread sleeps meanwhile, in case that somebody attends and does not look. */
 #define ATTENDED_NS 1000000
 
@@ -94,6 +95,7 @@ struct watch {
     int used;       /* all slots from here on are free */
     int first_free; /* all slots below are not */
     int fired;      /* list by next_fired, -1 at its end */
+    int next_look;  /* where who attends looks next */
     bool stop, attended;
     uint32_t seen;  /* `changes` as of the thread's last pass */
     uint8_t *signalled; /* our caller's byte; others read it without the mutex */
@@ -404,7 +406,7 @@ void watch_set_deadline(struct watch *w, int64_t when_ns)
     leave(w);
 }
 
-/* Whether a ring has fired; for who attends, at any time. The ring of the token `but` is not looked at. */
+/* Whether a ring has fired; for who attends, at any time. Looks at some, in turn, but not at that of token `but`. */
 int watch_look(void *watch, int but)
 {
     struct watch *w = watch;
@@ -413,10 +415,13 @@ int watch_look(void *watch, int but)
         return 1;
     if (pthread_mutex_trylock(&w->mutex))
         return 0;
-    if (w->used <= ATTENDED_MOST)
-        for (int slot = 0; slot < w->used; slot++)
-            if ((but < 0 || slot != (but & 0xffff)) && look(w, slot))
-                fired = true;
+    int left = w->used > ATTENDED_MOST ? 0 : w->used < LOOKED_AT ? w->used : LOOKED_AT;
+    for (; left; left--) {
+        int slot = w->next_look < w->used ? w->next_look : 0;
+        w->next_look = slot + 1;
+        if ((but < 0 || slot != (but & 0xffff)) && look(w, slot))
+            fired = true;
+    }
     if (fired)
         signal_fd(w);
     leave(w);

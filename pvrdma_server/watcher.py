@@ -70,8 +70,8 @@ class RingWatcher(Protocol):
         fd: readable when a ring fired or the deadline has come.
         signalled: one byte, not 0 while a ring has fired that `fired` has not told; for who cannot look at `fd`.
         look_in_c: addresses of a function in C and of its first argument, for who attends without Python: `int
-            look(void *, int token)` looks at every ring but that of the token (-1: at every one) and returns whether
-            one has fired. None where there is none. No call may follow `close`.
+            look(void *, int token)` looks at some rings, in turn, but not at that of the token (-1: at any), and
+            returns whether one has fired. None where there is none. No call may follow `close`.
     """
 
     fd: int
@@ -82,7 +82,7 @@ class RingWatcher(Protocol):
         """From now on the caller looks, by `look` or `look_in_c`, all the time: nobody else need hurry."""
 
     def look(self) -> bool:
-        """For who attends: whether a ring has fired that `fired` has not told. The one in C looks now."""
+        """For who attends: whether one has fired that `fired` has not told. The one in C looks at some, in turn."""
 
     def leave(self) -> None:
         """The caller goes to sleep."""

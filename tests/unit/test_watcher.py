@@ -440,14 +440,34 @@ def test_what_came_before_one_left_is_seen(watcher: RingWatcher, rings: Rings) -
 
 
 @needs_c
-def test_more_rings_than_one_looks_at_are_left_to_the_thread() -> None:
-    rings, watcher = Rings(65), c_watcher()
-    tokens = [watcher.add(rings.state(ring)) for ring in range(65)]
+@pytest.mark.parametrize("count", [65, 1000, 4096])
+def test_who_attends_looks_at_many_rings_in_turn(count: int) -> None:
+    # So slow a thread that it finds nothing.
+    rings, watcher = Rings(count), sleepy()
+    tokens = [watcher.add(rings.state(ring)) for ring in range(count)]
     watcher.attend()
-    rings.post(64)
-    assert next_fired(watcher) == [tokens[64]]
-    rings.drain(64)
-    watcher.rearm(tokens[64])
+    turns = -(-count // 64)
+    for ring in (0, 63, 64, count - 1):
+        assert not any(watcher.look() for _ in range(turns))
+        rings.post(ring)
+        assert any(watcher.look() for _ in range(turns + 1))
+        assert next_fired(watcher) == [tokens[ring]]
+        rings.drain(ring)
+        watcher.rearm(tokens[ring])
+    watcher.leave()
+    watcher.close()
+    rings.unmap()
+
+
+@needs_c
+def test_more_rings_than_one_looks_at_are_left_to_the_thread() -> None:
+    rings, watcher = Rings(4097), c_watcher()
+    tokens = [watcher.add(rings.state(ring)) for ring in range(4097)]
+    watcher.attend()
+    rings.post(4096)
+    assert next_fired(watcher) == [tokens[4096]]
+    rings.drain(4096)
+    watcher.rearm(tokens[4096])
     watcher.leave()
     watcher.close()
     rings.unmap()
