@@ -224,7 +224,11 @@ def obey(manager: Manager, reload: Callable[[], None] | None, *numbers: int) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_server_and_the_manager_hears_of_it(manager: Manager, number: int) -> None:  # fmt: skip
-    obey(manager, None, number)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # we may run under nohup
+    try:
+        obey(manager, None, number)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert manager.all_heard() == ["STOPPING=1"]
 
 
