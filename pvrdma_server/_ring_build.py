@@ -106,8 +106,8 @@ int ring_drive(struct ring_lane *);
 
 _SOURCE = (
     r"""
-#include <stdbool.h>
 #include <sched.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -138,19 +138,19 @@ static void relax(void)
 enum { SHARED_NS = 2000, LONG_NS = 400000, SELDOM = 50 };
 
 /* Between two looks, at `now`: whoever waits for this CPU goes first, for it may be who has to answer. Who keeps it for
-   long does not wait for us, and gets it seldom. True: somebody else ran. */
-static bool give_way(int64_t now)
+   long does not wait for us, and gets it seldom. When somebody else ran, the time after that, and otherwise `now`. */
+static int64_t give_way(int64_t now)
 {
     static _Thread_local int64_t again_ns;
     for (int i = 0; i < 8; i++)
         relax();
     if (now < again_ns)
-        return false;
+        return now;
     sched_yield();
     int64_t after = now_ns(), took_ns = after - now;
     if (took_ns > LONG_NS)
         again_ns = after + SELDOM * took_ns;
-    return took_ns > SHARED_NS;
+    return took_ns > SHARED_NS ? after : now;
 }
 
 /* Looks until a word changes (1), `stop` is set or `look` finds something (2) or the time is over (0). `room`, `stop`

@@ -219,8 +219,7 @@ int ring_drive(struct ring_lane *l)
                 why = 2;
                 break;
             }
-            if (give_way(now))
-                now = now_ns();
+            now = give_way(now);
         }
         if (__atomic_load_n(l->stop, __ATOMIC_RELAXED)) {
             why = 2;
