@@ -130,7 +130,7 @@ class SendEntries(NamedTuple):
         prod_tail: a view that begins with the guest's index, which may move.
         cons_head: our index, of the first entry.
         index_mask: what indices run modulo, less one.
-        slots: the entries from the first on, used or not, as far as they are in a row.
+        rows: slots from the first on around the ring, used or not, row by row; not always all of them.
         entry_size: bytes of an entry.
         signal_all: every one of them completes with a completion.
     """
@@ -138,9 +138,14 @@ class SendEntries(NamedTuple):
     prod_tail: memoryview
     cons_head: int
     index_mask: int
-    slots: memoryview
+    rows: Sequence[memoryview]
     entry_size: int
     signal_all: bool
+
+    @property
+    def slots(self) -> memoryview:
+        """The first row."""
+        return self.rows[0]
 
 
 class CompletionSlots(NamedTuple):
@@ -166,17 +171,9 @@ class CompletionSlots(NamedTuple):
 
 
 class SendLane(NamedTuple):
-    """Both ends of a queue pair's sends.
-
-    Attributes:
-        entries: what is posted, if anything is.
-        rows: slots from the first of them on around the ring, row by row; not always all of them.
-        completions: where its completions go.
-        watch_token: who watches for entries (-1: nobody).
-    """
+    """Both ends of a queue pair's sends. `watch_token`: who watches for entries in it (-1: nobody)."""
 
     entries: SendEntries
-    rows: Sequence[memoryview]
     completions: CompletionSlots
     watch_token: int
 

@@ -424,7 +424,7 @@ class Qp:
             return None  # `pop_send` will say so
         return None if peeked is None else self._entries(peeked)
 
-    def _entries(self, peeked: tuple[memoryview, int, int, memoryview]) -> SendEntries:
+    def _entries(self, peeked: tuple[memoryview, int, int, list[memoryview]]) -> SendEntries:
         return SendEntries(*peeked, self.sq.entry_size, self._rules.sq_sig_all)
 
     def took_sends(self, count: int) -> None:
@@ -441,12 +441,11 @@ class Qp:
         if done is None:
             return None
         try:
-            words, head, mask, rows = self.sq.rows_untrusted()
+            entries = self._entries(self.sq.rows_untrusted())
         except GuestError:
             return None  # `pop_send` will say so
         token = self.sq.watch_token
-        entries = self._entries((words, head, mask, rows[0]))
-        return SendLane(entries, rows, done, -1 if token is None else token)
+        return SendLane(entries, done, -1 if token is None else token)
 
     def drove(self, sends: int, completions: int) -> None:
         """See `backend.QpOwner`."""

@@ -115,12 +115,6 @@ class Ring:
         offset = self._base + (index & self._slot_mask) * self.entry_size
         return self._pages.views_untrusted(offset, self.entry_size)[0]
 
-    def _row(self, index: int) -> memoryview:
-        # The slots from that of the index on, as far as they are in a row.
-        slot = index & self._slot_mask
-        length = (self.capacity - slot) * self.entry_size
-        return self._pages.views_untrusted(self._base + slot * self.entry_size, length)[0]
-
     def _rows(self, index: int) -> list[memoryview]:
         # The slots from that of the index on, around the ring, as many as are shown.
         slot, size = index & self._slot_mask, self.entry_size
@@ -138,6 +132,13 @@ class ConsumerRing(Ring):
     """A ring the guest fills and the device drains."""
 
     __slots__ = ()
+
+    def _row(self, index: int) -> memoryview:
+        # The slots from that of the index on, as far as they are in a row.
+        slot = index & self._slot_mask
+        at = self._base + slot * self.entry_size
+        start, view = self._pages.piece_untrusted(at)
+        return view[at - start : at - start + (self.capacity - slot) * self.entry_size]
 
     def pop_untrusted(self, most: int = 1) -> bytes | None:
         """Copy the oldest entries out and free their slots: up to `most` that lie in a row; None when there is none.
@@ -158,12 +159,12 @@ class ConsumerRing(Ring):
         words[self._head] = (head + count) & self._index_mask
         return entries
 
-    def peek_untrusted(self) -> tuple[memoryview, int, int, memoryview] | None:
+    def peek_untrusted(self) -> tuple[memoryview, int, int, list[memoryview]] | None:
         """What has been produced, to be looked at and then skipped; None when there is nothing.
 
         Returns:
-            A view that begins with `prod_tail`, `cons_head`, the indices' mask, and the entries from the oldest on,
-            used or not, as far as they are in a row.
+            A view that begins with `prod_tail`, `cons_head`, the indices' mask, and one row of slots: from the oldest
+            on, used or not, as far as they are in a row.
 
         Raises:
             BadRingIndex, BadGuestAddress: as `pop_untrusted`.
@@ -171,10 +172,10 @@ class ConsumerRing(Ring):
         words, _, head, used = self._indices_untrusted()
         if not used:
             return None
-        return words[self._tail :], head, self._index_mask, self._row(head)
+        return words[self._tail :], head, self._index_mask, [self._row(head)]
 
     def rows_untrusted(self) -> tuple[memoryview, int, int, list[memoryview]]:
-        """The same, whether or not there is anything, with slots around the ring, row by row: 32 KiB at most.
+        """The same, whether or not there is anything, with rows on around the ring: 32 KiB at most.
 
         Raises:
             BadRingIndex, BadGuestAddress: as `pop_untrusted`.

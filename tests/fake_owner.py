@@ -128,7 +128,7 @@ class FakeOwner:
         tail = (head + len(front)) & INDEX_MASK
         state = memoryview(bytearray(struct.pack("<II", tail, head))).cast("I")
         slots = memoryview(bytearray(b"".join(map(_entry, front))))
-        return SendEntries(state, head, INDEX_MASK, slots, ENTRY_SIZE, signal_all=False)
+        return SendEntries(state, head, INDEX_MASK, [slots], ENTRY_SIZE, signal_all=False)
 
     def took_sends(self, count: int) -> None:
         for _ in range(count):

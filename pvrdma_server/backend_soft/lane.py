@@ -28,8 +28,6 @@ from pvrdma_server.backend_soft.wire import MAX_CHUNK_BYTES
 LANE_NS: Final = 1_000_000
 # Requests under way that a lane can begin with.
 MAX_RECORDS: Final = 256
-# Of a queue: the length of the array in C.
-_MAX_ROWS: Final = 16
 
 
 class Sends(NamedTuple):
@@ -200,7 +198,7 @@ class Driver:
         p.cons_head, p.index_mask, p.entry_size = entries[1], entries[2], entries[4]
         p.chunk, p.slots, lane.cq_slots = what.chunk_bytes, 0, 0
         p.prod_tail = self._hold(held, "uint32_t[]", entries.prod_tail, writable=True)
-        self._set_rows(lane.sq_rows, owner.rows, entries.entry_size, held)
+        self._set_rows(lane.sq_rows, entries.rows, entries.entry_size, held)
         memory = self._hold(held, "uint8_t[]", piece.memory)
         p.piece = (piece.address, len(piece.memory), memory)
         self._records[: len(records)] = records
@@ -218,10 +216,11 @@ class Driver:
     def _set_rows(
         self, rows: Any, views: Sequence[memoryview], slot_bytes: int, held: list[Any]
     ) -> None:
-        for at, view in enumerate(views[:_MAX_ROWS]):
+        views = views[: len(rows.rows)]
+        for at, view in enumerate(views):
             memory = self._hold(held, "uint8_t[]", view, writable=True)
             rows.rows[at] = (memory, len(view) // slot_bytes)
-        rows.count, rows.next = min(len(views), _MAX_ROWS), 0
+        rows.count, rows.next = len(views), 0
 
     def _result(self, seen: int) -> Drove:
         lane, t, p = self._lane, self._into, self._out

@@ -111,12 +111,12 @@ class Side:
         )  # fmt: skip
         head = self.sq[1]
         slots = rows(self.slots, ENTRY_BYTES, head, row_slots)[:shown]
-        entries = SendEntries(self.sq, head, 2 * DEPTH - 1, slots[0], ENTRY_BYTES, False)
+        entries = SendEntries(self.sq, head, 2 * DEPTH - 1, slots, ENTRY_BYTES, False)
         records = b"".join(
             SENT.pack(wr_id, 0, BASE, length, 0, SIGNALED, 1) for wr_id, length in self.sent
         )
         values: dict[str, Any] = {
-            "owner": SendLane(entries, slots, done, -1), "lkey": LKEY, "piece": Piece(BASE, self.source),
+            "owner": SendLane(entries, done, -1), "lkey": LKEY, "piece": Piece(BASE, self.source),
             "records": records,
             "first": self.first & 0xFF_FFFF, "psn": (self.first + len(self.sent)) & 0xFF_FFFF,
             "acked": (self.first - 1) & 0xFF_FFFF, "room": DEPTH, "flying": sum(n for _, n in self.sent),

@@ -387,7 +387,7 @@ def test_sends_that_succeeded_look_the_same_at_once(kernel: bool) -> None:
 
 def lying(tail: int, head: int, entries: bytes, size: int, mask: int = 15) -> SendEntries:
     state = memoryview(bytearray(struct.pack("<II", tail, head))).cast("I")
-    return SendEntries(state, head, mask, memoryview(bytearray(entries)), size, signal_all=False)
+    return SendEntries(state, head, mask, [memoryview(bytearray(entries))], size, signal_all=False)
 
 
 @given(max_sge=st.integers(1, 16), raw=st.binary(min_size=96, max_size=96), flags=st.integers(0, 7))
