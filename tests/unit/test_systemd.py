@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -222,23 +223,26 @@ def obey(manager: Manager, reload: Callable[[], None] | None, *numbers: int) -> 
     trio.run(live)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_the_server_and_the_manager_hears_of_it(manager: Manager, number: int) -> None:  # fmt: skip
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # we may run under nohup
+@contextmanager
+def sighup(handler: signal.Handlers) -> Iterator[None]:
+    """As a process is started with it."""
+    before = signal.signal(signal.SIGHUP, handler)
     try:
-        obey(manager, None, number)
+        yield
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_server_and_the_manager_hears_of_it(manager: Manager, number: int) -> None:  # fmt: skip
+    with sighup(signal.SIG_DFL):  # we may run under nohup
+        obey(manager, None, number)
     assert manager.all_heard() == ["STOPPING=1"]
 
 
 def test_without_a_file_nohup_holds(manager: Manager) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with structlog.testing.capture_logs() as records:
-            obey(manager, None, signal.SIGHUP, signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with sighup(signal.SIG_IGN), structlog.testing.capture_logs() as records:
+        obey(manager, None, signal.SIGHUP, signal.SIGTERM)
     assert [record["signal"] for record in records] == ["SIGTERM"]
 
 
