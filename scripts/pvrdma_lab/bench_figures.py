@@ -37,6 +37,7 @@ _RING = 4 * MIB
 _STEP = 64 * KIB
 _COPIES_S = 20.0
 _TURNS = 25
+_ROUNDS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +219,9 @@ def latencies(folder: Path, options: RigOptions, sizes: Sequence[int]) -> list[L
         servers = (a.server, b.server)
         for size in sizes:
             game = PingPong(*pair, size)
-            ping_pong(game, servers, 2000, 0.0)  # the first touch of memory costs faults
+            ping_pong(game, servers, _ROUNDS, 0.0)  # the first touch of memory costs faults
             for awake in (True, False):
-                rounds, pause_s = (2000, 0.0) if awake else (100, _PAUSE_S)
+                rounds, pause_s = (_ROUNDS, 0.0) if awake else (100, _PAUSE_S)
                 times, *cpu_s = ping_pong(game, servers, rounds, pause_s)
                 us = (1e6 * s for s in (statistics.median(times), min(times), *cpu_s))
                 found.append(Latency(size, awake, *us))
